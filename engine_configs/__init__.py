@@ -1,0 +1,1 @@
+"""What the models are: specs, families, checkpoints by name, deployment values."""

@@ -1,0 +1,75 @@
+"""Every error a user can meet, in one tree.
+
+HybridServeError
+├── ConfigError          a config key is unknown, missing or has a value we cannot serve
+├── UnsupportedModelError  no family is known for this model type
+├── CheckpointError      weights are missing, extra, truncated, of the wrong shape or unsafe to read
+├── ConversionError      a conversion stage failed; nothing was written
+│   └── ParityError      the converted graph disagrees with the reference model
+├── BundleError          a bundle on disk is not one, or is damaged
+├── RequestError         one request is invalid; the server goes on
+│   ├── PromptTooLongError
+│   └── ReplayRefusedError  the asked replay would not be what the caller expects
+├── OverloadedError      admission is full; try again later
+├── CancelledError       the caller gave the request up
+└── CacheError           the prefix cache could not do it; the engine recomputes
+"""
+
+from __future__ import annotations
+
+
+class HybridServeError(Exception):
+    """Base: ``what`` happened ``where``, and what to do about it (``fix``)."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        text = f"{where}: {what}" if where else what
+        super().__init__(f"{text}. {fix}" if fix else text)
+
+
+class ConfigError(HybridServeError):
+    """A config key is unknown, missing, or holds a value we cannot serve."""
+
+
+class UnsupportedModelError(HybridServeError):
+    """No family is known for this model type."""
+
+
+class CheckpointError(HybridServeError):
+    """Weights are missing, extra, truncated, of the wrong shape, or unsafe to read."""
+
+
+class ConversionError(HybridServeError):
+    """A conversion stage failed; nothing was written."""
+
+
+class ParityError(ConversionError):
+    """The converted graph disagrees with the reference model."""
+
+
+class BundleError(HybridServeError):
+    """A bundle on disk is not one, or is damaged."""
+
+
+class RequestError(HybridServeError):
+    """One request is invalid; the server goes on."""
+
+
+class PromptTooLongError(RequestError):
+    """Prompt plus wanted tokens exceed the longest sequence this bundle serves."""
+
+
+class ReplayRefusedError(RequestError):
+    """The asked replay would not be what the caller expects."""
+
+
+class OverloadedError(HybridServeError):
+    """Admission is full; try again later."""
+
+
+class CancelledError(HybridServeError):
+    """The caller gave the request up."""
+
+
+class CacheError(HybridServeError):
+    """The prefix cache could not do it; the engine recomputes."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each runs as ``python -m perf.<name>`` and prints one table."""

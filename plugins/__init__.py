@@ -1,0 +1,1 @@
+"""The ops: reference, ONNX form and fast forms, one folder each."""

@@ -1,0 +1,1 @@
+"""Serve a bundle: prefix cache, engine, Triton models."""
