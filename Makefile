@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PY := .venv/bin/python
+# The models are small: one thread each is fastest and leaves the other core to the server.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-full lint format clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       convert hybrid-tiny, serve it with Triton, answer three prompts"
+	@echo "make test       the tests, within minutes on two cores"
+	@echo "make test-full  also the long ones"
+	@echo "make lint       ruff and mypy"
+	@echo "make setup      only install what the above need, into .venv"
+	@echo "make clean      remove outputs and caches; distclean also removes .venv"
+
+setup: .venv/ready
+
+.venv/ready: $(wildcard requirements/*)
+	requirements/setup.sh
+
+demo: .venv/ready
+	$(PY) convert.py --model hybrid-tiny
+	$(PY) -m perf.demo
+
+test: .venv/ready
+	$(PY) -m pytest -m "not full"
+
+test-full: .venv/ready
+	$(PY) -m pytest
+
+lint: .venv/ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: .venv/ready
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf artifacts .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
