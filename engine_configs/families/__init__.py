@@ -1,1 +1,34 @@
-"""One function per model family: Hugging Face config in, HybridSpec out."""
+"""One function per model family: Hugging Face config in, HybridSpec and weight names out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine_configs.errors import UnsupportedModelError
+from engine_configs.families.config import ConfigReader
+from engine_configs.families.olmo_hybrid import olmo_hybrid
+from engine_configs.families.weights import Family
+
+FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
+    "olmo_hybrid": olmo_hybrid,
+}
+
+
+def read_family(config: ConfigReader) -> Family:
+    """The family of a config. Raises UnsupportedModelError, ConfigError."""
+    model_type = config.take("model_type", str)
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported",
+            where=config.where,
+            fix=f"Supported: {', '.join(sorted(FAMILIES))}",
+        )
+    family = FAMILIES[model_type](config)
+    config.finish()
+    return family
+
+
+def read_checkpoint_config(checkpoint: Path) -> Family:
+    """The family of a checkpoint directory's ``config.json``."""
+    return read_family(ConfigReader.from_dir(checkpoint))

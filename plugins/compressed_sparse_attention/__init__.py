@@ -1,0 +1,1 @@
+"""Attention over a KV slot: dense, or a bounded selection of it."""

@@ -1,0 +1,1 @@
+"""Linear-attention state replay: chunked recurrences that start from any state."""
