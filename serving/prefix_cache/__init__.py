@@ -1,0 +1,30 @@
+"""The prefix cache: hits of any length, exact and derived variants, one shared arena.
+
+Metadata lives in one process (``PrefixCache``), bulk data in one memory-mapped file
+(``Arena``) that other processes open by path. One request:
+
+    match = cache.match(key, prompt, exact_only=...)      # pins
+    plan = plan_replay(request, match)                    # pure
+    good = arena.read_blocks(match.blocks, match.generations, plan.hit_len, kv)
+    if good < plan.hit_len: cache.report_corrupt(match.lease, block=good // block_size) -> miss
+    arena.read_state(plan.state.slot, plan.state.generation, states)       # plan.state, if any
+    ... replay, compute ...
+    res = cache.reserve(key, tokens, provenance=plan.provenance, state_positions=(n - 1, end))
+    arena.write_blocks(res.blocks, res.generations, res.start, res.end, kv)
+    arena.write_state(ref.slot, ref.generation, states)   # for ref in res.states
+    cache.publish(res.lease)                              # or abort(res.lease)
+    cache.release(match.lease)
+
+``kv`` lists one array [H, C, d] for each array of ``ArenaLayout.block``, rows = tokens from 0.
+
+PrefixCache(config, arena, clock=time.monotonic)
+    match(key, tokens [n] int32, *, exact_only) -> Match
+    reserve(key, tokens [n] int32, *, provenance, state_positions=()) -> Reservation
+    publish(lease) -> int          tokens newly visible; 0 if the lease is gone
+    abort(lease) / release(lease) -> bool    False if the lease is gone (harmless)
+    renew(lease) -> bool           keep a slow client's lease alive
+    report_corrupt(lease, *, block=None, state=None)    counts it, drops it from the index
+    expire(now=None) -> int        leases of dead clients return
+    evict(blocks) -> int           blocks given back, least recently used leaves first
+    stats() -> dict[str, int]      check() -> None (AssertionError on a broken invariant)
+"""
