@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,10 +89,10 @@ def function(
     )
 
 
-def pass_attributes(node: onnx.NodeProto, kinds: dict[str, int]) -> onnx.NodeProto:
+def pass_attributes(node: onnx.NodeProto, kinds: Mapping[str, Any]) -> onnx.NodeProto:
     """Give a body node the attributes of the function it stands in."""
     for name, kind in kinds.items():
         attribute = node.attribute.add()
         attribute.name, attribute.ref_attr_name = name, name
-        attribute.type = kind  # type: ignore[assignment]
+        attribute.type = kind
     return node

@@ -14,7 +14,7 @@ _REQUIRED: Any = object()
 
 # Keys that describe training or the file itself: they never change what the model computes.
 IRRELEVANT = frozenset(
-    {
+    [
         "architectures",
         "model_type",
         "torch_dtype",
@@ -37,7 +37,7 @@ IRRELEVANT = frozenset(
         "problem_type",
         "id2label",
         "label2id",
-    }
+    ]
 )
 
 

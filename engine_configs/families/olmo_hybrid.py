@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_configs.errors import ConfigError
 from engine_configs.families.config import ConfigReader
-from engine_configs.families.weights import Family, Source, squeeze_conv
+from engine_configs.families.weights import Family, Sources, conv1d, joined_conv1d, named
 from engine_configs.spec import Attention, Block, GatedDeltaNet, HybridSpec, Mlp, Norm
 
 _ATTN = {name: f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -54,34 +54,39 @@ def olmo_hybrid(config: ConfigReader) -> Family:
     config.ignore(*(k for k in config.data if k.startswith(("linear_a_log_", "linear_dt_"))))
 
     layers: list[tuple[Block, ...]] = []
-    sources: dict[str, Source] = {
-        "embed": Source("model.embed_tokens.weight"),
-        "final_norm": Source("model.norm.weight"),
-        "lm_head": Source("lm_head.weight"),
+    sources: dict[str, Sources] = {
+        "embed": named("model.embed_tokens.weight"),
+        "final_norm": named("model.norm.weight"),
+        "lm_head": named("lm_head.weight"),
     }
     for i, kind in enumerate(types):
         here = f"model.layers.{i}"
-        post = f"{here}.post_attention_layernorm.weight"
+        # transformers renames norms and joins the convolutions on loading; both spellings occur.
+        post = (f"{here}.post_attention_layernorm.weight", f"{here}.feedforward_layer_norm.weight")
         if kind == "full_attention":
-            blocks = (
-                Block("attn", attention, post_norm=norm),
-                Block("mlp", mlp, post_norm=norm),
-            )
+            blocks = (Block("attn", attention, post_norm=norm), Block("mlp", mlp, post_norm=norm))
             names = {f"attn.{k}": v for k, v in _ATTN.items()}
-            sources[f"layers.{i}.attn.post_norm"] = Source(post)
-            sources[f"layers.{i}.mlp.post_norm"] = Source(
+            sources[f"layers.{i}.attn.post_norm"] = named(*post)
+            sources[f"layers.{i}.mlp.post_norm"] = named(
                 f"{here}.post_feedforward_layernorm.weight"
             )
         elif kind == "linear_attention":
             blocks = (Block("linear", linear, pre_norm=norm), Block("mlp", mlp, pre_norm=norm))
             names = {f"linear.{k}": v for k, v in _GDN.items()}
-            sources[f"layers.{i}.linear.pre_norm"] = Source(f"{here}.input_layernorm.weight")
-            sources[f"layers.{i}.mlp.pre_norm"] = Source(post)
-            sources[f"layers.{i}.linear.conv"] = squeeze_conv(f"{here}.linear_attn.conv1d.weight")
+            sources[f"layers.{i}.linear.pre_norm"] = named(
+                f"{here}.input_layernorm.weight", f"{here}.attention_layer_norm.weight"
+            )
+            sources[f"layers.{i}.mlp.pre_norm"] = named(*post)
+            mixer = f"{here}.linear_attn"
+            parts = [f"{mixer}.{n}_conv1d.weight" for n in ("q", "k", "v")]
+            sources[f"layers.{i}.linear.conv"] = (
+                conv1d(f"{mixer}.conv1d.weight"),
+                joined_conv1d(*parts),
+            )
         else:
             raise ConfigError(f"layer_types[{i}] is {kind!r}", where=config.where)
         names |= {f"mlp.{k}": v for k, v in _MLP.items()}
-        sources |= {f"layers.{i}.{k}": Source(f"{here}.{v}") for k, v in names.items()}
+        sources |= {f"layers.{i}.{k}": named(f"{here}.{v}") for k, v in names.items()}
         layers.append(blocks)
 
     spec = HybridSpec(

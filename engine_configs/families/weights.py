@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,33 +12,60 @@ from numpy.typing import NDArray
 from engine_configs.spec import HybridSpec
 
 Array = NDArray[np.float32]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one canonical weight comes from: a checkpoint tensor, then ``read`` makes it ours.
+    """Where one canonical weight comes from: checkpoint tensors, then ``read`` makes them ours.
 
-    ``shape`` gives the tensor's shape in the checkpoint from the canonical one, where they differ.
-    A tensor may feed several weights (fused projections).
+    ``shape`` gives the shape the tensors must have from the canonical one, where they differ; for
+    several tensors, that of all of them joined along axis 0. A tensor may feed several weights.
     """
 
-    name: str
-    read: Callable[[Array], Array] | None = None
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+    names: tuple[str, ...]
+    read: Callable[..., Array] | None = None
+    shape: Callable[[Shape], Shape] | None = None
+
+    def expected(self, canonical: Shape) -> Shape:
+        return self.shape(canonical) if self.shape else canonical
+
+    def fits(self, canonical: Shape, found: Sequence[Shape]) -> bool:
+        joined = (sum(f[0] for f in found if f), *found[0][1:])
+        same_rest = all(f[1:] == found[0][1:] for f in found)
+        return same_rest and (joined if found[0] else ()) == self.expected(canonical)
+
+
+# The spellings of one weight; the first whose tensors are all there is read.
+Sources = tuple[Source, ...]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family function returns: the spec, and the source of each of ``spec.weights()``.
+    """What a family function returns: the spec, and the sources of each of ``spec.weights()``.
 
     ``unused``: prefixes of checkpoint tensors that are known and not needed (multi-token heads).
     """
 
     spec: HybridSpec
-    sources: dict[str, Source]
+    sources: Mapping[str, Sources]
     unused: tuple[str, ...] = ()
 
 
-def squeeze_conv(name: str) -> Source:
-    """A depthwise ``Conv1d`` weight [channels, 1, W] → [channels, W]."""
-    return Source(name, read=lambda w: w[:, 0, :], shape=lambda s: (s[0], 1, s[1]))
+def named(*spellings: str) -> Sources:
+    """One tensor, taken as it is, under any of these names."""
+    return tuple(Source((name,)) for name in spellings)
+
+
+def conv1d(name: str) -> Source:
+    """A depthwise ``Conv1d`` weight [channels, 1, W] as [channels, W]."""
+    return Source((name,), lambda w: w[:, 0], lambda s: (s[0], 1, s[1]))
+
+
+def joined_conv1d(*names: str) -> Source:
+    """Several depthwise ``Conv1d`` weights, joined along the channels."""
+
+    def read(*parts: NDArray[Any]) -> Array:
+        return np.concatenate(parts)[:, 0]
+
+    return Source(names, read, lambda s: (s[0], 1, s[1]))

@@ -47,11 +47,12 @@ def compressed_sparse_attention(
     *,
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     scale: float,
 ) -> str:
     """Add the op (dense); returns o [B, T, Hq*dv]. ``inputs`` are the first eight of the op."""
     if g.lowering == "standard":
-        return _attention(g, path, inputs, present, num_heads, num_kv_heads, scale)
+        return _attention(g, path, inputs, present, num_heads, num_kv_heads, head_dim, scale)
     g.functions[NAME] = body()
     o, *_ = g.op(
         NAME,
@@ -73,6 +74,7 @@ def _attention(
     present: tuple[str, str],
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     scale: float,
 ) -> str:
     """ai.onnx: scatter the new rows into the slot, then Attention under a position mask."""
@@ -82,7 +84,7 @@ def _attention(
         (k_new, past_k, present[0], "k"),
         (v_new, past_v, present[1], "v"),
     ):
-        split = g.reshape(new, [0, 0, num_kv_heads, -1], f"{path}/{name}/heads")
+        split = g.reshape(new, [0, 0, num_kv_heads, head_dim], f"{path}/{name}/heads")
         rows = g.op("Transpose", [split], f"{path}/{name}/rows", perm=[0, 2, 1, 3])
         g.op("TensorScatter", [past, rows, first], f"{path}/{name}/append", outputs=[out], axis=-2)
     capacity = g.op("Shape", [past_k], f"{path}/capacity", start=2, end=3)
@@ -90,7 +92,7 @@ def _attention(
     index = g.op("Range", [g.const(0), last, g.const(1)], f"{path}/index")
     query = g.op("Unsqueeze", [positions, g.const([1, 3])], f"{path}/query")
     mask = g.op("LessOrEqual", [index, query], f"{path}/mask")
-    split = g.reshape(q, [0, 0, num_heads, -1], f"{path}/q/heads")
+    split = g.reshape(q, [0, 0, num_heads, head_dim], f"{path}/q/heads")
     heads = g.op("Transpose", [split], f"{path}/q/rows", perm=[0, 2, 1, 3])
     o = g.op("Attention", [heads, *present, mask], path, scale=scale)
     back = g.op("Transpose", [o], f"{path}/o/back", perm=[0, 2, 1, 3])

@@ -7,11 +7,13 @@ ones. Dense attention is the case in which every row is retained and selected.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
-Ints = NDArray[np.integer]
+Array = NDArray[Any]
+Ints = NDArray[Any]
 
 
 def compressed_sparse_attention(

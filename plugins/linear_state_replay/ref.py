@@ -14,10 +14,12 @@ A zero ``past_state`` and the last r tokens of a prefix is tail replay.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating]
+Array = NDArray[Any]
 RULES = ("linear", "gated", "delta", "gated_delta")
 
 

@@ -1,0 +1,154 @@
+"""HybridSpec → ONNX graph. One builder; the lowering only changes how our two ops are written.
+
+B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i a layer:
+
+    input                            shape               meaning
+    input_ids, position_ids          [B, T] int64        tokens of this step, absolute positions
+    seqlens                          [B] int32           tokens visible to the last query
+    total_len                        int32               the longest of seqlens
+    valid_len                        [B] int64           tokens of the step that are not padding
+    kv_append                        [1] int64           T: append K/V; 0: replay, write nothing
+    logit_rows                       [N] int64           rows of B*T whose logits are wanted
+    past_key_i, past_value_i         [B, Hk, C, d]       slot of attention layer i
+    conv_state_i                     [B, W-1, channels]  last inputs of the convolution
+    recurrent_state_i                [B, Hv, dk, dv]     fp32; zeros = start of a tail replay
+    -> logits                        [N, V]
+    -> present_{key,value,conv_state,recurrent_state}_i  may alias the inputs
+    -> decay_sum_i                   [B, units]          summed log-decay of this step
+
+Padding tokens (t >= valid_len) leave every state as it was; their K/V rows are written past the
+end of the sequence, where the next step overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from build.mixers import MIXERS, StepInputs, rms_norm
+from engine_configs.spec import Block, HybridSpec
+from plugins.onnx_graph import DOMAIN, OPSET, ORT_DOMAIN, Nodes
+
+IR_VERSION = 11
+# Reads one canonical weight; the graph keeps only its name and shape where it is large.
+WeightReader = Callable[[str], NDArray[Any]]
+
+
+class GraphBuilder(Nodes):
+    """Nodes plus weights: large ones go to ``external`` by name and are written as they come."""
+
+    def __init__(
+        self, spec: HybridSpec, read: WeightReader, external: Callable[..., Any], lowering: str
+    ):
+        super().__init__(lowering)
+        self.spec, self.read, self._external = spec, read, external
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.external_tensors: list[onnx.TensorProto] = []
+
+    def input(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def output(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
+        self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def small(self, path: str, make: Callable[[NDArray[Any]], NDArray[Any]] = lambda w: w) -> str:
+        """A vector-sized weight, kept fp32 inside the model file."""
+        return self.array(path, make(self.read(path)).astype(np.float32))
+
+    def table(self, path: str) -> str:
+        """A [rows, hidden] table as it is (embedding, output head)."""
+        self.external_tensors.append(self._external(path, self.read(path)))
+        return path
+
+    def linear(self, x: str, path: str) -> str:
+        """``x @ W^T`` for the weight at ``path`` [out, in]."""
+        name = f"{path}.weight"
+        self.external_tensors.append(self._external(name, self.read(path).T))
+        return str(self.op("MatMul", [x, name], f"/{path.replace('.', '/')}"))
+
+
+def build_graph(
+    spec: HybridSpec, read: WeightReader, external: Callable[..., Any], lowering: str = "ort"
+) -> onnx.ModelProto:
+    """The whole model as one graph (see the module docstring for its inputs and outputs)."""
+    g = GraphBuilder(spec, read, external, lowering)
+    step = _step_inputs(g)
+    embed = g.table("embed")
+    x = g.op("Gather", [embed, step.input_ids], "/embed")
+    x = _scaled(g, x, spec.embedding_scale, "/embed/scale")
+    for i, blocks in enumerate(spec.layers):
+        for block in blocks:
+            x = _block(g, step, i, block, x)
+    _logits(g, step, x, embed)
+    domains = [helper.make_opsetid("", OPSET)]
+    if lowering == "ort":
+        domains += [helper.make_opsetid(ORT_DOMAIN, 1), helper.make_opsetid(DOMAIN, 1)]
+    graph = helper.make_graph(
+        g.nodes,
+        spec.model_type,
+        g.inputs,
+        g.outputs,
+        initializer=[*g.constants.values(), *g.external_tensors],
+    )
+    return helper.make_model(
+        graph,
+        opset_imports=domains,
+        functions=list(g.functions.values()),
+        ir_version=IR_VERSION,
+        producer_name="hybrid-serve",
+    )
+
+
+def _step_inputs(g: GraphBuilder) -> StepInputs:
+    int32, int64 = TensorProto.INT32, TensorProto.INT64
+    ids = g.input("input_ids", ["B", "T"], int64)
+    positions = g.input("position_ids", ["B", "T"], int64)
+    seqlens = g.input("seqlens", ["B"], int32)
+    total = g.input("total_len", [], int32)
+    valid = g.input("valid_len", ["B"], int64)
+    append = g.input("kv_append", [1], int64)
+    rows = g.input("logit_rows", ["N"], int64)
+    last = g.op("Sub", [seqlens, g.const(1, np.int32)], "/step/last_row")
+    length = g.op("Shape", [ids], "/step/length", start=1, end=2)
+    scalar = g.op("Squeeze", [length], "/step/length_scalar")
+    index = g.op("Range", [g.const(0), scalar, g.const(1)], "/step/index")
+    column = g.op("Unsqueeze", [valid, g.const([1])], "/step/valid_column")
+    less = g.op("Less", [index, column], "/step/valid")
+    mask2d = g.op("Cast", [less], "/step/valid_float", to=TensorProto.FLOAT)
+    mask = g.op("Unsqueeze", [mask2d, g.const([2])], "/step/mask")
+    return StepInputs(ids, positions, last, total, column, append, rows, mask)
+
+
+def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:
+    path = f"layers.{i}.{block.name}"
+    node = f"/{path.replace('.', '/')}"
+    h = rms_norm(g, x, f"{path}.pre_norm", block.pre_norm) if block.pre_norm else x
+    h = MIXERS[type(block.mixer)](g, step, i, path, block.mixer, h)
+    if block.post_norm:
+        h = rms_norm(g, h, f"{path}.post_norm", block.post_norm)
+    h = _scaled(g, h, block.residual_scale, f"{node}/scale")
+    return str(g.op("Add", [x, h], f"{node}/residual"))
+
+
+def _scaled(g: GraphBuilder, x: str, scale: float, path: str) -> str:
+    return x if scale == 1.0 else str(g.op("Mul", [x, g.const(scale, np.float32)], path))
+
+
+def _logits(g: GraphBuilder, step: StepInputs, x: str, embed: str) -> None:
+    spec = g.spec
+    rows = g.reshape(x, [-1, spec.hidden_size], "/logits/rows")
+    wanted = g.op("Gather", [rows, step.logit_rows], "/logits/wanted")
+    h = rms_norm(g, wanted, "final_norm", spec.final_norm)
+    head = embed if spec.tie_embeddings else g.table("lm_head")
+    logits = g.op("Gemm", [h, head], "/lm_head", transB=1)
+    logits = _scaled(g, logits, spec.logit_scale, "/logits/scale")
+    g.op("Identity", [logits], "/logits", outputs=["logits"])
+    g.output("logits", ["N", spec.vocab_size])

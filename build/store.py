@@ -1,0 +1,97 @@
+"""Writes a bundle's files: weights streamed beside the graph, the whole directory moved at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from engine_configs.errors import ConversionError
+
+_ALIGN = 4096  # so that a runtime may map a tensor straight from the file
+
+
+class ExternalWeights:
+    """Appends tensors to one file; each becomes an initializer that only points there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
+
+    def add(self, name: str, value: NDArray[Any]) -> onnx.TensorProto:
+        value = np.ascontiguousarray(value)
+        self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
+        offset = self._file.tell()
+        self._file.write(value.data)
+        tensor = onnx.TensorProto(
+            name=name,
+            data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
+            dims=value.shape,
+            data_location=onnx.TensorProto.EXTERNAL,
+        )
+        entries = {"location": self.path.name, "offset": offset, "length": value.nbytes}
+        for key, item in entries.items():
+            tensor.external_data.add(key=key, value=str(item))
+        return tensor
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A scratch directory that becomes ``target`` when the block ends well, else is removed.
+
+    An older ``target`` is replaced only then. Raises ConversionError when the disk is full.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{target.name}.partial-*"):
+        if not _alive(int(stale.name.rsplit("-", 1)[-1])):
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        _replace(scratch, target)
+    except OSError as e:
+        if e.errno == 28:
+            raise ConversionError(
+                "the disk is full", where=str(target.parent), fix="Free some space and run again"
+            ) from e
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(scratch: Path, target: Path) -> None:
+    if not target.exists():
+        scratch.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent)) / "bundle"
+    target.rename(old)
+    try:
+        scratch.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,64 @@
+"""A converted model on disk: what convert.py wrote, read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_configs.errors import BundleError, ConfigError
+from engine_configs.spec import HybridSpec, from_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """``artifacts/<model>/``: model.onnx and its weights, manifest.json, tokenizer files."""
+
+    path: Path
+    spec: HybridSpec
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Bundle:
+        """Raises BundleError where ``path`` is not a whole bundle of this format."""
+        path = Path(path)
+        file = path / "manifest.json"
+        fix = "Convert the model again with convert.py"
+        try:
+            manifest = json.loads(file.read_text())
+            if manifest.get("format") != FORMAT:
+                raise BundleError(
+                    f"format is {manifest.get('format')!r}, expected {FORMAT}",
+                    where=str(file),
+                    fix=fix,
+                )
+            spec = from_json(manifest["spec"], f"{file}: spec")
+            for name, size in manifest["files"].items():
+                found = (path / name).stat().st_size
+                if found != size:
+                    raise BundleError(
+                        f"{name} has {found} bytes, expected {size}", where=str(path), fix=fix
+                    )
+        except FileNotFoundError as e:
+            raise BundleError(
+                f"not a bundle: {Path(e.filename).name} is missing", where=str(path), fix=fix
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as e:
+            raise BundleError(f"damaged manifest: {e}", where=str(file), fix=fix) from None
+        return cls(path, spec, manifest)
+
+    @property
+    def model_file(self) -> Path:
+        return self.path / "model.onnx"
+
+    @property
+    def digest(self) -> str:
+        """Identity of weights, dtype and layout: part of every prefix-cache key."""
+        return str(self.manifest["digest"])
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["name"])

@@ -1,0 +1,136 @@
+"""One run of the compiled graph over rows of a slot class, in place (ONNX Runtime, IOBinding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from engine_configs.errors import BundleError
+from serving.engine.bundle import Bundle
+from serving.engine.slots import SlotClass
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one run does.
+
+    tokens, positions [B, T]; total_lens [B]: tokens visible to each last query; append: write K/V
+    (False = replay); valid_len [B]: tokens that are not padding (None: all);
+    logit_rows [N]: rows of B*T whose logits are wanted.
+    """
+
+    tokens: Ints
+    positions: Ints
+    total_lens: Ints
+    append: bool
+    logit_rows: Ints
+    valid_len: Ints | None = None
+
+
+class Model:
+    """The graph of a bundle. Raises BundleError when the runtime cannot load it."""
+
+    def __init__(self, bundle: Bundle, threads: int = 0) -> None:
+        self.bundle, self.spec = bundle, bundle.spec
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(
+                str(bundle.model_file), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as e:
+            raise BundleError(
+                f"the runtime cannot load it: {e}",
+                where=str(bundle.model_file),
+                fix="Convert the model again with convert.py",
+            ) from None
+        self.decay_names = [
+            o.name for o in self._session.get_outputs() if o.name.startswith("decay_sum_")
+        ]
+        self._bindings: dict[tuple[int, int, int], Any] = {}
+
+    def run(
+        self, slots: SlotClass, row: int, step: Step, *, decay_sums: bool = False
+    ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
+        """Run B = len(step.tokens) rows from ``row`` on; K/V and states change in place.
+
+        Returns logits [N, V], and the decay sums [B, units] per layer where asked for.
+        """
+        batch, length = step.tokens.shape
+        binding = self._binding(slots, row, batch)
+        valid = np.full(batch, length, np.int64) if step.valid_len is None else step.valid_len
+        feeds = {
+            "input_ids": step.tokens,
+            "position_ids": step.positions,
+            "seqlens": step.total_lens.astype(np.int32),
+            "total_len": np.array(step.total_lens.max(), np.int32),
+            "valid_len": valid,
+            "kv_append": np.array([length if step.append else 0], np.int64),
+            "logit_rows": step.logit_rows,
+        }
+        for name, value in feeds.items():
+            binding.bind_cpu_input(name, value)
+        logits = np.empty((len(step.logit_rows), self.spec.vocab_size), np.float32)
+        _bind_array(binding.bind_output, "logits", logits)
+        for name in self.decay_names if decay_sums else ():
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        if not decay_sums:
+            return logits, {}
+        names = binding.get_outputs_names() if hasattr(binding, "get_outputs_names") else None
+        values = [v.numpy() for v in binding.get_outputs()]
+        sums = dict(zip(self.decay_names, values[-len(self.decay_names) :], strict=True))
+        del names
+        self._bindings.clear()
+        return logits, sums
+
+    def _binding(self, slots: SlotClass, row: int, batch: int) -> Any:
+        """States and slots bound once per (class, row, batch): their addresses never change."""
+        key = (id(slots), row, batch)
+        if key not in self._bindings:
+            if len(self._bindings) > 256:
+                self._bindings.clear()
+            binding = self._session.io_binding()
+            for name, array in slots.buffers().items():
+                rows = array[row : row + batch]
+                _bind_array(binding.bind_input, name, rows)
+                _bind_array(binding.bind_output, f"present_{name.removeprefix('past_')}", rows)
+            self._bindings[key] = binding
+        return self._bindings[key]
+
+
+def _bind_array(bind: Any, name: str, array: NDArray[Any]) -> None:
+    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def prefill_step(
+    tokens: NDArray[np.integer[Any]], start: int, *, append: bool = True, logits: Sequence[int] = ()
+) -> Step:
+    """Tokens [T] of one sequence at positions start.. (B = 1).
+
+    A lone appended token is padded to two: kernels differ in the last bit between T = 1 and T > 1,
+    and only decode and the last prompt token may take the T = 1 path.
+    """
+    ids = np.asarray(tokens, np.int64)[None]
+    valid = None
+    if append and ids.shape[1] == 1:
+        ids, valid = np.repeat(ids, 2, axis=1), np.array([1], np.int64)
+    count = ids.shape[1]
+    positions = np.arange(start, start + count, dtype=np.int64)[None]
+    rows = np.asarray(logits, np.int64)
+    return Step(ids, positions, np.array([start + count]), append, rows, valid)
+
+
+def decode_step(tokens: Sequence[int], positions: Sequence[int]) -> Step:
+    """One token of each of B sequences."""
+    ids = np.asarray(tokens, np.int64)[:, None]
+    at = np.asarray(positions, np.int64)
+    return Step(ids, at[:, None], at + 1, True, np.arange(len(ids), dtype=np.int64))

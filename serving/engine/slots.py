@@ -1,0 +1,105 @@
+"""Where sequences keep their K/V and states: one batch buffer per capacity class.
+
+A class owns arrays [rows, ...] for every past_* and *_state_* input of the graph. Sequences that
+decode are its first rows, kept dense by swapping, so one decode run covers ``[0, num_active)``
+and never advances the state of an idle neighbour. Memory of untouched rows is never paged in.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_configs.spec import HybridSpec
+
+Array = NDArray[np.float32]
+
+
+class SlotClass:
+    """``rows`` slots that hold up to ``capacity`` tokens each."""
+
+    def __init__(self, spec: HybridSpec, capacity: int, rows: int) -> None:
+        self.capacity, self.rows = capacity, rows
+        self.kv: dict[str, Array] = {}
+        self.states: dict[str, Array] = {}
+        for i, m in spec.attention_layers():
+            for name in ("key", "value"):
+                shape = (rows, m.num_kv_heads, capacity, m.head_dim)
+                self.kv[f"past_{name}_{i}"] = np.empty(shape, np.float32)
+        for i, mixer in spec.state_layers():
+            if conv := mixer.conv_state():
+                self.states[f"conv_state_{i}"] = np.zeros((rows, *conv), np.float32)
+            if recurrent := mixer.recurrent_state():
+                self.states[f"recurrent_state_{i}"] = np.zeros((rows, *recurrent), np.float32)
+        self.row_bytes = sum(a[0].nbytes for a in self.buffers().values())
+        self._owner: list[object | None] = [None] * rows
+        self.num_active = 0
+
+    def buffers(self) -> dict[str, Array]:
+        """Every array by the name of the graph input it feeds."""
+        return self.kv | self.states
+
+    def free_rows(self) -> int:
+        return self._owner.count(None)
+
+    def allocate(self, owner: object) -> int | None:
+        """A free row past the active ones, its states zero; None when the class is full."""
+        for row in range(self.rows - 1, self.num_active - 1, -1):
+            if self._owner[row] is None:
+                self._owner[row] = owner
+                self.zero_states(row)
+                return row
+        return None
+
+    def row_of(self, owner: object) -> int:
+        return self._owner.index(owner)
+
+    def owners(self) -> list[object]:
+        """Owners of the active rows, in row order."""
+        return self._owner[: self.num_active]  # type: ignore[return-value]
+
+    def activate(self, owner: object, length: int) -> None:
+        """Let ``owner`` (``length`` tokens long) take part in decode runs."""
+        self._swap(self.row_of(owner), self.num_active, length)
+        self.num_active += 1
+
+    def release(self, owner: object) -> None:
+        """Give the row back; the last active row moves into a hole."""
+        row = self.row_of(owner)
+        self._owner[row] = None
+        if row < self.num_active:
+            self.num_active -= 1
+            self._swap(self.num_active, row, self.capacity)
+
+    def zero_states(self, row: int) -> None:
+        for array in self.states.values():
+            array[row] = 0
+
+    def _swap(self, a: int, b: int, length: int) -> None:
+        """Exchange two rows; a free row's contents need not survive."""
+        if a == b:
+            return
+        both = self._owner[a] is not None and self._owner[b] is not None
+        length = self.capacity if both else length
+        source, target = (a, b) if self._owner[a] is not None else (b, a)
+        for name, array in self.buffers().items():
+            part = (slice(None), slice(length)) if name in self.kv else ...
+            kept = array[target][part].copy() if both else None
+            array[target][part] = array[source][part]
+            if kept is not None:
+                array[source][part] = kept
+        self._owner[a], self._owner[b] = self._owner[b], self._owner[a]
+
+
+def class_capacities(max_tokens: int) -> list[int]:
+    """1K, 4K, 16K, … and the longest sequence served."""
+    steps = [1024 * 4**i for i in range(16)]
+    return [c for c in steps if c < max_tokens] + [max_tokens]
+
+
+def fits_memory(spec: HybridSpec, memory_bytes: int) -> int:
+    """Tokens of one sequence that fit ``memory_bytes`` beside its state."""
+    per_token = max(1, spec.kv_bytes_per_token())
+    return max(0, math.floor((memory_bytes - spec.state_bytes()) / per_token))
