@@ -1,0 +1,126 @@
+"""Mimetic initialisation: the model starts as one that could already retrieve, a little.
+
+From a default initialisation these tasks stay at chance for hundreds of steps; started with heads
+that look one and two tokens back, retrieval is learned in a minute or two. Every linear layer gets
+
+    head 0   key = the token before, query = this token: recalls what followed it   slow decay
+    head 1   the same over the two tokens before                                     slow decay
+    head 2   passes on the value of the token before                                 fast decay
+    head 3   passes on the value two tokens before                                   fast decay
+
+and, if facts shall live in attention, each attention layer reads the residual so that its query
+matches this token (and the one before) with the token before (and the one before that) of every
+cached position: an induction head. It is post-norm here, so it reads the raw residual, to which
+heads 2 and 3 of its group's first linear layer write along fixed orthonormal directions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from perf.train_tiny.model import Attention, AttentionLayer, GatedDeltaNet, LinearLayer, TinyHybrid
+
+DECAY_LENGTHS = (300.0, 1000.0, 4.0, 12.0)
+"""Initial decay length in tokens of heads 0-3."""
+_NORM_SCALE_Q = 2.0
+_CONSTANT = 3.0
+"""Value of residual feature 0, which opens the gates of the shift heads."""
+
+
+@torch.no_grad()
+def initialise(model: TinyHybrid, *, attention_retrieval: bool) -> None:
+    """Fills every parameter from torch's global generator, then plants the mimetic structure."""
+    _random(model)
+    layers = list(model.model.layers)
+    linear = [layer for layer in layers if isinstance(layer, LinearLayer)]
+    for layer in linear:
+        _plant_memory(layer.linear_attn)
+    if not attention_retrieval:
+        for layer in layers:
+            if isinstance(layer, AttentionLayer):
+                _match_query_to_key(layer.self_attn)
+        return
+    model.model.embed_tokens.weight[:, 0] = _CONSTANT
+    source = linear[0]
+    for before, layer in zip([None, *layers], layers, strict=False):
+        if isinstance(layer, LinearLayer) and not isinstance(before, LinearLayer):
+            source = layer
+        elif isinstance(layer, AttentionLayer):
+            _plant_induction(source.linear_attn, layer.self_attn)
+
+
+def _random(model: TinyHybrid) -> None:
+    depth_scale = 1 / math.sqrt(2 * len(model.config.layer_types))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    for layer in model.model.layers:
+        mixer = layer.linear_attn if isinstance(layer, LinearLayer) else layer.self_attn
+        mixer.o_proj.weight.mul_(depth_scale)
+        layer.mlp.down_proj.weight.mul_(depth_scale)
+        if isinstance(layer, AttentionLayer):
+            layer.post_feedforward_layernorm.weight.fill_(depth_scale)
+    nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+
+
+def _plant_memory(mixer: GatedDeltaNet) -> None:
+    mixer.q_proj.weight.copy_(mixer.k_proj.weight)
+    nn.init.normal_(mixer.conv1d.weight, std=0.06)
+    # Taps of each head as {lag: weight}, for q, k and v.
+    now, last, both, older = {0: 1.0}, {1: 1.0}, {0: 0.8, 1: 0.8}, {1: 0.8, 2: 0.8}
+    taps = (
+        (now, both, now, now),
+        (last, older, now, now),
+        (now, now, last, {2: 1.0}),
+    )
+    dim, width = mixer.config.head_dim, mixer.config.width
+    for part, heads in enumerate(taps):
+        for head, lags in enumerate(heads):
+            start = part * width + head * dim
+            for lag, weight in lags.items():
+                mixer.conv1d.weight[start : start + dim, 0, -1 - lag] += weight
+    step = 1 / torch.tensor(DECAY_LENGTHS)
+    mixer.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus⁻¹
+
+
+def _match_query_to_key(attention: Attention) -> None:
+    groups = attention.config.num_heads // attention.config.num_kv_heads
+    keys = attention.k_proj.weight.unflatten(0, (-1, attention.config.head_dim))
+    attention.q_proj.weight.copy_(keys.repeat_interleave(groups, 0).flatten(0, 1))
+
+
+def _orthonormal(rows: int, columns: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(rows, columns))[0]
+
+
+def _plant_induction(shift: GatedDeltaNet, attention: Attention) -> None:
+    config = attention.config
+    dim, hidden = config.head_dim, config.hidden_size
+    head = [slice(h * dim, (h + 1) * dim) for h in range(config.num_heads)]
+
+    # Heads 2 and 3 send the same reading of their token along their own directions.
+    reading = shift.v_proj.weight[head[2]].clone()
+    reading[:, 0] = 0
+    directions = _orthonormal(hidden, 2 * dim)
+    directions[0] = 0
+    one_back, two_back = directions[:, :dim], directions[:, dim:]
+    for h, direction in ((2, one_back), (3, two_back)):
+        shift.v_proj.weight[head[h]] = reading
+        shift.o_proj.weight[:, head[h]] = direction
+        shift.g_proj.weight[head[h]] *= 0.1
+        shift.g_proj.weight[head[h], 0] = 1.0
+
+    turn = _orthonormal(dim, dim)
+    attention.k_proj.weight[head[0]] = one_back.T
+    attention.k_proj.weight[head[1]] = one_back.T + turn @ two_back.T
+    attention.q_norm.weight.fill_(_NORM_SCALE_Q)
+    groups = config.num_heads // config.num_kv_heads
+    for h in range(config.num_heads):
+        pair = h >= groups
+        attention.q_proj.weight[head[h]] = reading + (0.4 * turn @ one_back.T if pair else 0.0)
+        value = attention.v_proj.weight[head[h // groups]]
+        attention.o_proj.weight[:, head[h]] = 0.7 * value.T
