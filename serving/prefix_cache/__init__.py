@@ -28,3 +28,43 @@ PrefixCache(config, arena, clock=time.monotonic)
     evict(blocks) -> int           blocks given back, least recently used leaves first
     stats() -> dict[str, int]      check() -> None (AssertionError on a broken invariant)
 """
+
+from serving.prefix_cache.arena import Arena, ArenaLayout, ArraySpec
+from serving.prefix_cache.contract import (
+    EXACT,
+    CacheConfig,
+    CacheKey,
+    Match,
+    MissReason,
+    Provenance,
+    Reservation,
+    StateRef,
+)
+from serving.prefix_cache.index import PrefixCache
+from serving.prefix_cache.planner import (
+    ReplayMode,
+    ReplayPlan,
+    ReplayRequest,
+    ReplaySource,
+    plan_replay,
+)
+
+__all__ = [
+    "EXACT",
+    "Arena",
+    "ArenaLayout",
+    "ArraySpec",
+    "CacheConfig",
+    "CacheKey",
+    "Match",
+    "MissReason",
+    "PrefixCache",
+    "Provenance",
+    "ReplayMode",
+    "ReplayPlan",
+    "ReplayRequest",
+    "ReplaySource",
+    "Reservation",
+    "StateRef",
+    "plan_replay",
+]

@@ -1,0 +1,101 @@
+"""Every invariant of a prefix cache, checked against a recount from scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from serving.prefix_cache.tree import Node, subtree
+
+if TYPE_CHECKING:
+    from serving.prefix_cache.index import PrefixCache
+
+
+def audit(cache: PrefixCache) -> None:
+    """AssertionError naming the first broken invariant."""
+    attached, detached = _nodes(cache)
+    _check_tree(cache, attached)
+    _check_pins(cache, attached + detached)
+    _check_blocks(cache, attached + detached)
+    _check_states(cache, attached + detached)
+
+
+def _nodes(cache: PrefixCache) -> tuple[list[Node], list[Node]]:
+    """Nodes in the index without the roots, and dropped ones that leases still hold."""
+    attached: list[Node] = []
+    for namespace, root in cache.tree.roots.items():
+        assert root.uid == namespace, "a misplaced root"
+        assert root.children, "an empty root"
+        attached += [node for node in subtree(root) if node is not root]
+    detached: dict[Node, None] = {}
+    for held in cache.leases.values():
+        node = held.node
+        while node is not None and not node.attached:
+            detached[node] = None
+            node = node.parent
+    return attached, list(detached)
+
+
+def _check_tree(cache: PrefixCache, attached: list[Node]) -> None:
+    size = cache.block_size
+    for node in attached:
+        assert node.attached, "a dropped node in the index"
+        assert node.parent is not None, "a node without parent in the index"
+        assert node.parent.children[node.first] is node, "a child under a wrong token"
+        assert node.start == node.parent.end, "a gap between parent and child"
+        assert node.end - node.start == len(node.key) // 4 > 0, "token count and span differ"
+        assert len(node.blocks) == -(-node.end // size) - node.start // size, "blocks and span"
+        chain = node.provenance.chain
+        assert chain >= node.parent.provenance.chain, "something exact below something derived"
+        assert (cache.chains[node.blocks] <= chain).all(), "a node calls itself too exact"
+        assert chain <= cache.config.max_chain, "a node beyond max_chain"
+    idle = {node for node in attached if not node.children and not node.pins}
+    assert idle == set(cache.tree.leaves), "the LRU order is not the set of unpinned leaves"
+
+
+def _check_pins(cache: PrefixCache, nodes: list[Node]) -> None:
+    wanted = Counter(held.node for held in cache.leases.values() if held.node is not None)
+    for node in nodes:
+        assert node.pins == wanted.pop(node, 0), "pins and leases differ"
+    assert not wanted, "a lease pins a node that is nowhere"
+
+
+def _check_blocks(cache: PrefixCache, nodes: list[Node]) -> None:
+    refs = np.zeros(cache.blocks.size, np.int64)
+    for node in nodes:
+        assert len(np.unique(node.blocks)) == len(node.blocks), "a block twice in one node"
+        refs[node.blocks] += 1
+    for _, ids in cache.blocks.retired:
+        refs[ids] += 1
+    for held in cache.leases.values():
+        if held.draft is not None:
+            refs[held.blocks] += 1
+        else:
+            assert (cache.blocks.refs[held.blocks] > 0).all(), "a pinned block was given back"
+    assert np.array_equal(refs, cache.blocks.refs), "block references and users differ"
+    cache.blocks.check()
+
+
+def _check_states(cache: PrefixCache, nodes: list[Node]) -> None:
+    slots, idle = [], set()
+    pins = Counter(record for held in cache.leases.values() for record in held.states)
+    for node in nodes:
+        for position, record in node.states.items():
+            assert (record.node, record.position) == (node, position), "a misfiled state"
+            assert node.start < position <= node.end, "a state outside its node"
+            assert record.provenance.chain >= node.provenance.chain, "a state too exact"
+            slots.append(record.slot)
+            if record.pins == 0:
+                idle.add(record)
+    for record, count in pins.items():
+        assert record.pins == count, "state pins and leases differ"
+        if record.node is None:
+            slots.append(record.slot)
+    for held in cache.leases.values():
+        slots += [ref.slot for ref in held.draft.states] if held.draft else []
+    assert idle == set(cache.states.order), "the state order is not the set of unpinned ones"
+    assert len(slots) == len(set(slots)), "a state slot used twice"
+    assert len(slots) == cache.states.pool.size - cache.states.pool.free, "state slots leaked"
+    cache.states.pool.check()
