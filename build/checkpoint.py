@@ -162,4 +162,6 @@ class RandomWeights:
         if leaf == "A_log":
             return np.log(np.logspace(-4, -1, shape[0])).astype(np.float32)
         scale = 1.0 if weight == "embed" else shape[-1] ** -0.5
-        return rng.standard_normal(shape, np.float32) * np.float32(scale)
+        values: NDArray[np.float32] = rng.standard_normal(shape, np.float32)
+        values *= np.float32(scale)
+        return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
@@ -26,12 +27,14 @@ class ExternalWeights:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
+        self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, name: str, value: NDArray[Any]) -> onnx.TensorProto:
         value = np.ascontiguousarray(value)
         self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
         offset = self._file.tell()
         self._file.write(value.data)
+        self._hash.update(value.data)
         tensor = onnx.TensorProto(
             name=name,
             data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
@@ -42,6 +45,10 @@ class ExternalWeights:
         for key, item in entries.items():
             tensor.external_data.add(key=key, value=str(item))
         return tensor
+
+    def digest(self) -> str:
+        """Hash of every weight so far."""
+        return self._hash.hexdigest()
 
     def close(self) -> None:
         self._file.close()

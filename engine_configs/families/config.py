@@ -114,15 +114,23 @@ class ConfigReader:
             return ()
         return tuple(value) if isinstance(value, list) else (value,)
 
-    def rope(self, head_dim: int, rotary_share: float = 1.0) -> Rope | None:
-        """``rope_parameters``, or the older ``rope_theta``; None where the model has no RoPE."""
+    def rope(
+        self, head_dim: int, *, default_theta: float, rotary_share: float = 1.0
+    ) -> Rope | None:
+        """``rope_parameters``, or the older ``rope_theta``.
+
+        As transformers reads them: an absent or null entry means ``default_theta``, a null
+        ``rope_theta`` inside it means no RoPE at all.
+        """
         self._taken.update(("rope_parameters", "rope_theta", "rope_scaling"))
-        parameters = self.data.get("rope_parameters") or {}
-        theta = parameters.get("rope_theta", self.data.get("rope_theta"))
+        parameters = self.data.get("rope_parameters")
+        if parameters is None:
+            parameters = {"rope_theta": self.data.get("rope_theta") or default_theta}
+            parameters |= self.data.get("rope_scaling") or {}
+        theta = parameters.get("rope_theta")
         if theta is None:
             return None
-        scaling = self.data.get("rope_scaling") or parameters
-        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type != "default":
             raise ConfigError(
                 f"rope_type is {rope_type!r}, only 'default' is served", where=self.where

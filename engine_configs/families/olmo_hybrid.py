@@ -32,7 +32,7 @@ def olmo_hybrid(config: ConfigReader) -> Family:
         num_kv_heads=config.positive("num_key_value_heads", heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=config.rope(head_dim),
+        rope=config.rope(head_dim, default_theta=10_000.0),
         qk_norm=norm,
         qk_norm_over="all",
     )

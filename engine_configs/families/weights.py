@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +64,8 @@ def conv1d(name: str) -> Source:
 def joined_conv1d(*names: str) -> Source:
     """Several depthwise ``Conv1d`` weights, joined along the channels."""
 
-    def read(*parts: NDArray[Any]) -> Array:
-        return np.concatenate(parts)[:, 0]
+    def read(*parts: Array) -> Array:
+        joined: Array = np.concatenate(parts)
+        return joined[:, 0]
 
     return Source(names, read, lambda s: (s[0], 1, s[1]))

@@ -58,7 +58,7 @@ class SlotClass:
 
     def owners(self) -> list[object]:
         """Owners of the active rows, in row order."""
-        return self._owner[: self.num_active]  # type: ignore[return-value]
+        return self._owner[: self.num_active]
 
     def activate(self, owner: object, length: int) -> None:
         """Let ``owner`` (``length`` tokens long) take part in decode runs."""

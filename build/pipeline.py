@@ -1,0 +1,154 @@
+"""The path of a conversion: spec → graph → parity → bundle. Read this first."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx
+from numpy.typing import NDArray
+
+from build import parity
+from build.checkpoint import Checkpoint, RandomWeights, Weights
+from build.graph import build_graph
+from build.store import ExternalWeights, atomic_directory
+from engine_configs.families.weights import Family
+from plugins.onnx_graph import OPSET
+from serving.engine.bundle import FORMAT, Bundle
+from serving.engine.model import Model
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# transformers needs 4 bytes a parameter beside ours.
+PARITY_MAX_PARAMETERS = 2_000_000_000
+FP32_LIMIT = 1e-4
+
+
+class WeightSet(Protocol):
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, weight: str) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """One conversion. ``checkpoint`` None = seeded random weights."""
+
+    name: str
+    family: Family
+    checkpoint: Path | None
+    output: Path
+    seed: int = 0
+    lowering: str = "ort"
+
+
+class Progress(Protocol):
+    """Where a conversion tells how far it is."""
+
+    def stage(self, name: str, steps: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """A stage of ``steps`` steps; the block calls what it is given once a step."""
+        ...
+
+
+def convert(options: Options, progress: Progress) -> Bundle:
+    """Convert and check; ``options.output`` appears whole or not at all.
+
+    Raises CheckpointError, ConfigError, ParityError, ConversionError.
+    """
+    weights: WeightSet
+    if options.checkpoint:
+        weights = Weights(options.family, Checkpoint(options.checkpoint))
+    else:
+        weights = RandomWeights(options.family, options.seed)
+    with atomic_directory(options.output) as scratch:
+        digest = write_graph(options, weights, scratch, progress)
+        copy_tokenizer(options.checkpoint, scratch)
+        manifest = new_manifest(options, digest, scratch)
+        write_manifest(manifest, scratch)
+        manifest |= check_parity(options, scratch, progress)
+        write_manifest(manifest, scratch)
+    return Bundle.open(options.output)
+
+
+def write_graph(options: Options, weights: WeightSet, scratch: Path, progress: Progress) -> str:
+    """Write model.onnx and its weights, one tensor in memory at a time; returns the digest."""
+    data = ExternalWeights(scratch / "model.onnx.data")
+    with progress.stage("graph and weights", len(weights.shapes)) as advance:
+
+        def read(name: str) -> NDArray[Any]:
+            advance()
+            return weights.read(name)
+
+        try:
+            model = build_graph(options.family.spec, read, data.add, options.lowering)
+        finally:
+            data.close()
+        onnx.save(model, scratch / "model.onnx")
+    spec = json.dumps(options.family.spec.to_json(), sort_keys=True)
+    return hashlib.sha256(f"{FORMAT}{spec}{data.digest()}".encode()).hexdigest()
+
+
+def copy_tokenizer(checkpoint: Path | None, scratch: Path) -> None:
+    for name in TOKENIZER_FILES if checkpoint else ():
+        assert checkpoint is not None
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(checkpoint / name, scratch / name)
+
+
+def new_manifest(options: Options, digest: str, scratch: Path) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "name": options.name,
+        "digest": digest,
+        "dtype": "fp32",
+        "lowering": options.lowering,
+        "opset": OPSET,
+        "weights": "checkpoint" if options.checkpoint else f"random({options.seed})",
+        "spec": options.family.spec.to_json(),
+        "files": {f.name: f.stat().st_size for f in sorted(scratch.iterdir())},
+        "parity": {},
+        "skipped": {},
+    }
+
+
+def write_manifest(manifest: dict[str, Any], scratch: Path) -> None:
+    (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def check_parity(options: Options, scratch: Path, progress: Progress) -> dict[str, Any]:
+    """Compare with transformers where that is possible; else say why not."""
+    spec = options.family.spec
+    if options.checkpoint is None:
+        return {"skipped": {"parity": "random weights: there is no reference checkpoint"}}
+    if spec.num_parameters() > PARITY_MAX_PARAMETERS:
+        return {"skipped": {"parity": "the reference does not fit this machine's memory in fp32"}}
+    with progress.stage("parity with transformers", 2) as advance:
+        ids = parity.sample_ids(spec.vocab_size)
+        reference = parity.reference_logits(options.checkpoint, ids)
+        advance()
+        errors = parity.measure(Model(Bundle.open(scratch)), reference, ids)
+        advance()
+    parity.require(errors, FP32_LIMIT)
+    return {"parity": errors}
+
+
+@contextlib.contextmanager
+def silent_stage(name: str, steps: int) -> Iterator[Callable[[], None]]:
+    """A stage that tells nobody."""
+    yield lambda: None
+
+
+class Silent:
+    """Progress for tests and library use."""
+
+    stage = staticmethod(silent_stage)

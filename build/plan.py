@@ -1,0 +1,83 @@
+"""What a model costs before it is converted: parameters, KV and state bytes, tokens that fit."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from engine_configs.names import NamedModel
+from engine_configs.spec import HybridSpec
+
+# fp32 here, 2 bytes on a GPU; recurrent states are fp32 everywhere.
+_DTYPES = {"fp32 (CPU)": 4, "bf16 (GPU)": 2}
+
+
+def checkpoint_cost_tokens(spec: HybridSpec, bytes_per_value: int) -> float:
+    """Tokens of KV that one full state checkpoint costs."""
+    return spec.state_bytes(bytes_per_value) / max(1, spec.kv_bytes_per_token(bytes_per_value))
+
+
+def tokens_that_fit(spec: HybridSpec, memory_bytes: float, bytes_per_value: int) -> int:
+    """Tokens of one sequence's KV that fit beside weights and one state."""
+    left = memory_bytes - spec.num_parameters() * bytes_per_value
+    left -= spec.state_bytes(bytes_per_value)
+    return max(0, int(left // max(1, spec.kv_bytes_per_token(bytes_per_value))))
+
+
+def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
+    """The plan of one model, a column per dtype."""
+    table = Table(title=f"{name} ({spec.model_type})", title_justify="left")
+    table.add_column("")
+    rows: dict[str, list[str]] = {
+        "parameters": [],
+        "layers (attention + linear)": [],
+        "weights": [],
+        "KV per token": [],
+        "state per sequence": [],
+        "one state checkpoint costs": [],
+        f"tokens that fit {memory_gib:g} GiB": [],
+    }
+    attention, linear = len(spec.attention_layers()), len(spec.state_layers())
+    for dtype, size in _DTYPES.items():
+        table.add_column(dtype, justify="right")
+        cells = [
+            f"{spec.num_parameters():,}",
+            f"{attention} + {linear}",
+            bytes_text(spec.num_parameters() * size),
+            bytes_text(spec.kv_bytes_per_token(size)),
+            bytes_text(spec.state_bytes(size)),
+            f"{checkpoint_cost_tokens(spec, size):,.0f} tokens of KV",
+            f"{min(spec.max_position, tokens_that_fit(spec, memory_gib * 2**30, size)):,}",
+        ]
+        for row, cell in zip(rows.values(), cells, strict=True):
+            row.append(cell)
+    for label, values in rows.items():
+        table.add_row(label, *values)
+    return table
+
+
+def list_table(models: dict[str, NamedModel]) -> Table:
+    """Every known model, a row each (bytes at 2 per value)."""
+    table = Table(title="Models known by name (bf16 values, fp32 states)", title_justify="left")
+    for column in ("name", "weights", "parameters", "KV/token", "state", "1 checkpoint ="):
+        table.add_column(column, justify="left" if column in ("name", "weights") else "right")
+    for model in models.values():
+        spec = model.family().spec
+        table.add_row(
+            model.name,
+            model.hub_id or "shipped here",
+            f"{spec.num_parameters() / 1e9:.2f} B"
+            if spec.num_parameters() > 1e8
+            else f"{spec.num_parameters() / 1e6:.2f} M",
+            bytes_text(spec.kv_bytes_per_token(2)),
+            bytes_text(spec.state_bytes(2)),
+            f"{checkpoint_cost_tokens(spec, 2):,.0f} tokens",
+        )
+    return table
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,101 @@
+"""Convert a checkpoint into a bundle: ``python convert.py --model hybrid-tiny``.
+
+The path of a conversion is build/pipeline.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from build.hub import find_checkpoint
+from build.pipeline import Options, convert
+from build.plan import list_table, plan_table
+from engine_configs.errors import HybridServeError
+from engine_configs.families import read_checkpoint_config
+from engine_configs.names import NamedModel, find_model, known_models
+
+ARTIFACTS = Path(__file__).parent / "artifacts"
+console = Console(soft_wrap=True)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Bars:
+    """One rich progress bar per stage."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[], None]]:
+        columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+            task = bars.add_task(name, total=steps)
+            yield lambda: bars.advance(task)
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="A name from --list; any with --checkpoint")] = "",
+    checkpoint: Annotated[Path | None, typer.Option(help="Hugging Face model directory")] = None,
+    random_weights: Annotated[int | None, typer.Option(help="Seed; no quality is claimed")] = None,
+    output: Annotated[Path | None, typer.Option(help="Default: artifacts/<model>")] = None,
+    lowering: Annotated[str, typer.Option(help="ort or standard (ai.onnx only)")] = "ort",
+    plan: Annotated[bool, typer.Option("--plan", help="Print what it costs and stop")] = False,
+    memory_gib: Annotated[float, typer.Option(help="Memory that --plan fills")] = 24.0,
+    list_models: Annotated[bool, typer.Option("--list", help="Models known by name")] = False,
+) -> None:
+    """Convert a hybrid model for serving."""
+    try:
+        if list_models:
+            console.print(list_table(known_models()))
+            return
+        if lowering not in ("ort", "standard"):
+            _fail(f"--lowering is {lowering!r}, expected ort or standard")
+        if not model and not checkpoint:
+            _fail("give --model NAME (see --list) or --checkpoint DIR")
+        name = model or checkpoint.name  # type: ignore[union-attr]
+        known = NamedModel(name, "", {}, checkpoint) if checkpoint else find_model(name)
+        family = read_checkpoint_config(checkpoint) if checkpoint else known.family()
+        if plan:
+            console.print(plan_table(name, family.spec, memory_gib))
+            return
+        source = None if random_weights is not None else known.checkpoint or find_checkpoint(known)
+        if source is None and random_weights is None:
+            console.print(plan_table(name, family.spec, memory_gib))
+            _no_weights(known)
+        target = output or ARTIFACTS / name
+        options = Options(name, family, source, target, random_weights or 0, lowering)
+        bundle = convert(options, Bars())
+    except HybridServeError as e:
+        _fail(str(e))
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written", code=130)
+    for path, error in bundle.manifest["parity"].items():
+        console.print(f"parity {path:<8} max |logit error| {error['max_abs_logit_error']:.2e}")
+    for what, why in bundle.manifest["skipped"].items():
+        console.print(f"skipped {what}: {why}")
+    console.print(f"wrote {target}")
+
+
+def _no_weights(model: NamedModel) -> NoReturn:
+    _fail(
+        f"the weights of {model.name} ({model.hub_id}) are not on this machine and cannot be "
+        "downloaded from here. Three ways forward:\n"
+        f"  1. download: `hf download {model.hub_id}` where there is a network, then run this again\n"
+        f"  2. convert.py --model {model.name} --checkpoint DIR   (a Hugging Face directory)\n"
+        f"  3. convert.py --model {model.name} --random-weights 0 (sizes and speed, no quality)",
+        code=2,
+    )
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    console.print(f"error: {message}", style="red", markup=False, highlight=False)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app()
