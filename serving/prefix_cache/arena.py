@@ -318,7 +318,7 @@ class Arena:
 
     def write_state(self, slot: int, generation: int, arrays: Sequence[Array]) -> None:
         """arrays: in the order and shapes of ``layout.state``. Raises CacheError if lost."""
-        ids, words = np.array([slot], np.int32), np.array([generation], np.uint64)
+        ids, words = np.array([slot], np.int64), np.array([generation], np.uint64)
         self.states.begin(ids, words)
         for slots, array in zip(self.states.arrays, arrays, strict=True):
             np.copyto(slots[slot], array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine_configs.errors import ConfigError
 
-Ids = NDArray[np.int32]
+Ids = NDArray[np.int64]  # not int32: numpy would convert them at each use as an index
 Words = NDArray[np.uint64]
 
 
@@ -78,14 +79,20 @@ class CacheKey:
     salt: str = ""
     adapter: str = ""
 
-    def encode(self) -> bytes:
+    @cached_property
+    def namespace(self) -> bytes:
         """Injective: every part is tagged and length-prefixed, so no two keys meet."""
-        parts = (b"M", self.model), (b"L", self.layout), (b"S", self.salt), (b"A", self.adapter)
-        out = []
-        for tag, text in parts:
-            data = text.encode()
-            out.append(tag + len(data).to_bytes(4, "little") + data)
-        return b"".join(out)
+        return self.unsalted + _tagged(b"S", self.salt)
+
+    @cached_property
+    def unsalted(self) -> bytes:
+        """What all tenants of one model and adapter have in common."""
+        return _tagged(b"M", self.model) + _tagged(b"L", self.layout) + _tagged(b"A", self.adapter)
+
+
+def _tagged(tag: bytes, text: str) -> bytes:
+    data = text.encode()
+    return tag + len(data).to_bytes(4, "little") + data
 
 
 class MissReason(StrEnum):

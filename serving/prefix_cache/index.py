@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,7 @@ class PrefixCache:
         self._next_lease = 1
         self._users: dict[bytes, bytes] = {}  # key without salt -> namespace published last
         self._counts: Counter[str] = Counter()
+        self._misses: Counter[MissReason] = Counter()
 
     # -- reading ------------------------------------------------------------------------
 
@@ -80,8 +81,7 @@ class PrefixCache:
 
         Pins what it returns until ``release(match.lease)``, also when nothing was found.
         """
-        namespace, text = key.encode(), _text(tokens)
-        body = text[:-4]
+        namespace, body = key.namespace, _text(tokens[:-1])
         max_chain = 0 if exact_only else self.config.max_chain
         path, hit_len, blocker = self.tree.walk(namespace, body, max_chain)
         self.tree.touch(path)
@@ -90,10 +90,10 @@ class PrefixCache:
             exact_len = next(n.start for n in path if not n.provenance.exact)
         blocks = self.tree.gather(path, hit_len)
         records = self.states.deepest(path, hit_len, max_chain)
-        reason = self._why(key, namespace, body, path, hit_len, blocker)
+        reason = self._why(key, body, path, hit_len, blocker)
         match = Match(
             lease=self._lease(path, blocks, records),
-            prompt_len=len(text) // 4,
+            prompt_len=len(tokens),
             hit_len=hit_len,
             exact_hit_len=exact_len,
             blocks=blocks,
@@ -103,29 +103,27 @@ class PrefixCache:
             miss_reason=reason,
             diverged_at=hit_len if reason is MissReason.DIVERGED else -1,
         )
-        self._counts.update(
-            {"matches": 1, "tokens_asked": match.prompt_len, "tokens_matched": hit_len}
-        )
-        self._counts[f"miss_{reason}"] += 1
+        self._counts["matches"] += 1
+        self._counts["tokens_asked"] += len(tokens)
+        self._counts["tokens_matched"] += hit_len
+        self._misses[reason] += 1
         return match
 
     def _why(
-        self, key: CacheKey, namespace: bytes, body: bytes, path: list[Node], at: int,
-        blocker: Node | None,
-    ) -> MissReason:  # fmt: skip
+        self, key: CacheKey, body: bytes, path: list[Node], at: int, blocker: Node | None
+    ) -> MissReason:
         if 4 * at == len(body):
             return MissReason.NONE
         if blocker is not None:
             return MissReason.DERIVED_ONLY
-        if self.tree.was_evicted(namespace, path, at, body[4 * at : 4 * at + 4]):
+        if self.tree.was_evicted(key.namespace, path, at, body[4 * at : 4 * at + 4]):
             return MissReason.EVICTED
         if path:
             goes_on = at < path[-1].end or path[-1].children
             return MissReason.DIVERGED if goes_on else MissReason.COLD
-        if namespace not in self.tree.roots:
-            user = self._users.get(replace(key, salt="").encode(), namespace)
-            return MissReason.COLD if user == namespace else MissReason.SALT
-        return MissReason.COLD
+        user = self._users.get(key.unsalted, key.namespace)
+        known = key.namespace in self.tree.roots or user == key.namespace
+        return MissReason.COLD if known else MissReason.SALT
 
     def _state_ref(self, record: StateRecord) -> StateRef:
         generation = self.states.generation(record.slot)
@@ -170,7 +168,7 @@ class PrefixCache:
         ``start`` is where the cache itself stands now: it may lie before or after the caller's
         own hit. States are granted at those 0 < p <= end that are not kept yet.
         """
-        namespace, text = key.encode(), _text(tokens)
+        namespace, text = key.namespace, _text(tokens)
         path, start, _ = self.tree.walk(namespace, text, provenance.chain)
         lease = self._lease(path, NO_BLOCKS, [])  # pins the path while we evict
         end, blocks = start, NO_BLOCKS
@@ -184,7 +182,7 @@ class PrefixCache:
         self.leases[lease].draft = Draft(
             namespace, text[: 4 * end], start, end, provenance, tuple(states)
         )
-        self._users[replace(key, salt="").encode()] = namespace
+        self._users[key.unsalted] = namespace
         self._counts["reservations"] += 1
         self._counts["reservations_cut_short"] += end < len(text) // 4
         return Reservation(lease, start, end, blocks, self.blocks.issued[blocks], tuple(states))
@@ -243,7 +241,8 @@ class PrefixCache:
         states, draft.states = draft.states, ()
         for ref in states:
             self._publish_state(path, ref, draft.end)
-        self._counts.update({"tokens_published": added, "tokens_upgraded": upgraded})
+        self._counts["tokens_published"] += added
+        self._counts["tokens_upgraded"] += upgraded
         self._end(lease)
         return added + upgraded
 
@@ -322,7 +321,7 @@ class PrefixCache:
         used = self.blocks.refs > 0
         drafts = [held for held in self.leases.values() if held.draft is not None]
         reserved = sum(len(held.blocks) for held in drafts)
-        counts = {f"miss_{reason}": self._counts[f"miss_{reason}"] for reason in MissReason}
+        misses = {f"miss_{reason}": self._misses[reason] for reason in MissReason}
         names = (
             "matches", "tokens_asked", "tokens_matched", "reservations", "reservations_cut_short",
             "tokens_published", "tokens_upgraded", "states_published", "evicted_blocks",
@@ -331,7 +330,7 @@ class PrefixCache:
         )  # fmt: skip
         return {
             **{name: self._counts[name] for name in names},
-            **counts,
+            **misses,
             "evicted_states": self.states.evicted,
             "blocks_total": self.blocks.size,
             "blocks_free": self.blocks.free,
@@ -362,9 +361,8 @@ class PrefixCache:
 
 def _text(tokens: NDArray[np.int32]) -> bytes:
     """Tokens [n] as bytes, 4 per token."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or not len(array) or not np.issubdtype(array.dtype, np.integer):
+    if tokens.ndim != 1 or tokens.dtype != np.int32:
         raise CacheError(
-            f"tokens are {array.dtype}{list(array.shape)}", where="cache", fix="Pass [n] int32."
+            f"tokens are {tokens.dtype}{list(tokens.shape)}", where="cache", fix="Pass [n] int32."
         )
-    return array.astype(np.int32, copy=False).tobytes()
+    return tokens.tobytes()

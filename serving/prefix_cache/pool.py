@@ -23,7 +23,7 @@ class Pool:
         self.size = len(words)
         self.refs = np.zeros(self.size, np.int16)
         self.issued: Words = np.zeros(self.size, np.uint64)
-        self._stack: Ids = np.arange(self.size, dtype=np.int32)
+        self._stack: Ids = np.arange(self.size, dtype=np.int64)
         self.free = self.size
         self.retired: deque[tuple[int, Ids]] = deque()
 
@@ -44,9 +44,19 @@ class Pool:
 
     def unref(self, ids: Ids) -> int:
         """Drop one reference on each (ids are distinct); returns how many became free."""
-        left = self.refs[ids] - 1
+        left = self.refs[ids]
+        left -= 1
         self.refs[ids] = left
-        dead = ids[left == 0]
+        dead = ids[left == 0] if np.count_nonzero(left) else ids
+        self._stack[self.free : self.free + len(dead)] = dead
+        self.free += len(dead)
+        return len(dead)
+
+    def unref_all(self, runs: list[Ids]) -> int:
+        """As unref for each of ``runs``, in one go; an id may be in several of them."""
+        ids = np.concatenate(runs)
+        np.subtract.at(self.refs, ids, 1)
+        dead = np.unique(ids[self.refs[ids] == 0])
         self._stack[self.free : self.free + len(dead)] = dead
         self.free += len(dead)
         return len(dead)

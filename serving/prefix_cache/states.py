@@ -32,7 +32,7 @@ class StateStore:
         return int(ids[0]) if len(ids) else None
 
     def free(self, slot: int) -> None:
-        self.pool.unref(np.array([slot], np.int32))
+        self.pool.unref(np.array([slot], np.int64))
 
     def generation(self, slot: int) -> int:
         return int(self.pool.issued[slot])

@@ -19,7 +19,7 @@ import numpy as np
 from serving.prefix_cache.contract import EXACT, Ids, Provenance
 from serving.prefix_cache.pool import Pool
 
-NO_BLOCKS: Ids = np.empty(0, np.int32)
+NO_BLOCKS: Ids = np.empty(0, np.int64)
 
 
 class StateRecord:
@@ -106,7 +106,7 @@ class RadixTree:
 
     def gather(self, path: list[Node], length: int) -> Ids:
         """Block ids of tokens [0, length) along ``path``."""
-        out: Ids = np.empty(-(-length // self.block_size), np.int32)
+        out: Ids = np.empty(-(-length // self.block_size), np.int64)
         for node in path:
             at = node.start // self.block_size
             ids = node.blocks[: len(out) - at]
@@ -248,12 +248,16 @@ class RadixTree:
         """Give back at least ``wanted`` blocks if unpinned leaves allow; returns how many."""
         freed = 0
         while freed < wanted and self.leaves:
-            leaf = next(iter(self.leaves))
-            freed += self._trim(leaf, wanted - freed)
+            runs, count = [], 0
+            while freed + count < wanted and self.leaves:
+                runs.append(self._trim(next(iter(self.leaves)), wanted - freed - count))
+                count += len(runs[-1])
+            freed += self.pool.unref_all(runs)  # less than count if some are shared
         return freed
 
-    def _trim(self, leaf: Node, count: int) -> int:
-        """Cut whole blocks off the end of a leaf, all of it if need be."""
+    def _trim(self, leaf: Node, count: int) -> Ids:
+        """Cut ``count`` blocks off the end of a leaf, all of it if need be. Returns blocks to
+        unref."""
         keep = len(leaf.blocks) - count
         if keep <= 0:
             self._ghost(leaf.parent, leaf.first)
@@ -261,20 +265,19 @@ class RadixTree:
         end = (leaf.start // self.block_size + keep) * self.block_size
         cut = 4 * (end - leaf.start)
         self._ghost(leaf, leaf.key[cut : cut + 4])
-        freed = self.pool.unref(leaf.blocks[keep:])
+        cut_off = leaf.blocks[keep:]
         leaf.key, leaf.end, leaf.blocks = leaf.key[:cut], end, leaf.blocks[:keep].copy()
         self._lose_states(leaf, end)
-        return freed
+        return cut_off
 
-    def _remove(self, leaf: Node) -> int:
+    def _remove(self, leaf: Node) -> Ids:
         parent = leaf.parent
         assert parent is not None
-        self.leaves.pop(leaf, None)
+        del self.leaves[leaf]
         self._lose_states(leaf, 0)
-        freed = self.pool.unref(leaf.blocks)
         del parent.children[leaf.first]
         self._bereave(parent, leaf)
-        return freed
+        return leaf.blocks
 
     def _bereave(self, parent: Node, gone: Node) -> None:
         """``parent`` has just lost its child ``gone``."""
@@ -295,8 +298,9 @@ class RadixTree:
             del self.ghosts[next(iter(self.ghosts))]
 
     def _lose_states(self, node: Node, end: int) -> None:
-        for position in [p for p in node.states if p > end]:
-            self.lose_state(node.states[position])
+        if node.states:
+            for position in [p for p in node.states if p > end]:
+                self.lose_state(node.states[position])
 
     def drop(self, node: Node, at: int) -> None:
         """Take everything from token ``at`` of ``node`` on out of the index; what is pinned
