@@ -85,7 +85,7 @@ def _no_weights(model: NamedModel) -> NoReturn:
     _fail(
         f"the weights of {model.name} ({model.hub_id}) are not on this machine and cannot be "
         "downloaded from here. Three ways forward:\n"
-        f"  1. download: `hf download {model.hub_id}` where there is a network, then run this again\n"
+        f"  1. download: `hf download {model.hub_id}` where there is a network, then again\n"
         f"  2. convert.py --model {model.name} --checkpoint DIR   (a Hugging Face directory)\n"
         f"  3. convert.py --model {model.name} --random-weights 0 (sizes and speed, no quality)",
         code=2,

@@ -137,7 +137,8 @@ class Weights:
         """One canonical weight in fp32."""
         source = self._source(weight)
         tensors = [self._checkpoint.read(name) for name in source.names]
-        return source.read(*tensors) if source.read else tensors[0]
+        weights = source.read(*tensors) if source.read else tensors[0]
+        return weights
 
 
 class RandomWeights:

@@ -24,10 +24,10 @@ def reference_logits(checkpoint: Path, ids: NDArray[np.int64]) -> Logits:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         return np.asarray(model(torch.from_numpy(ids)[None]).logits[0].numpy())
 

@@ -15,6 +15,7 @@ from serving.engine.bundle import Bundle
 from serving.engine.slots import SlotClass
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,16 @@ class Model:
                 where=str(bundle.model_file),
                 fix="Convert the model again with convert.py",
             ) from None
-        self.decay_names = [
-            o.name for o in self._session.get_outputs() if o.name.startswith("decay_sum_")
-        ]
-        self._bindings: dict[tuple[int, int, int], Any] = {}
 
     def run(
         self, slots: SlotClass, row: int, step: Step, *, decay_sums: bool = False
-    ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
+    ) -> tuple[Floats, dict[str, Floats]]:
         """Run B = len(step.tokens) rows from ``row`` on; K/V and states change in place.
 
         Returns logits [N, V], and the decay sums [B, units] per layer where asked for.
         """
         batch, length = step.tokens.shape
-        binding = self._binding(slots, row, batch)
+        binding = self._binding(slots, row, batch, decay_sums)
         valid = np.full(batch, length, np.int64) if step.valid_len is None else step.valid_len
         feeds = {
             "input_ids": step.tokens,
@@ -80,31 +77,28 @@ class Model:
             binding.bind_cpu_input(name, value)
         logits = np.empty((len(step.logit_rows), self.spec.vocab_size), np.float32)
         _bind_array(binding.bind_output, "logits", logits)
-        for name in self.decay_names if decay_sums else ():
-            binding.bind_output(name)
+        sums = self._decay_arrays(batch) if decay_sums else {}
+        for name, array in sums.items():
+            _bind_array(binding.bind_output, name, array)
         self._session.run_with_iobinding(binding)
-        if not decay_sums:
-            return logits, {}
-        names = binding.get_outputs_names() if hasattr(binding, "get_outputs_names") else None
-        values = [v.numpy() for v in binding.get_outputs()]
-        sums = dict(zip(self.decay_names, values[-len(self.decay_names) :], strict=True))
-        del names
-        self._bindings.clear()
         return logits, sums
 
-    def _binding(self, slots: SlotClass, row: int, batch: int) -> Any:
-        """States and slots bound once per (class, row, batch): their addresses never change."""
-        key = (id(slots), row, batch)
-        if key not in self._bindings:
-            if len(self._bindings) > 256:
-                self._bindings.clear()
+    def _decay_arrays(self, batch: int) -> dict[str, Floats]:
+        layers = self.spec.state_layers()
+        shapes = {f"decay_sum_{i}": (batch, m.units()) for i, m in layers if m.units()}
+        return {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+
+    def _binding(self, slots: SlotClass, row: int, batch: int, decay_sums: bool) -> Any:
+        """States and slots bound once per row range; the class owns the addresses it names."""
+        key = (row, batch, decay_sums)
+        if key not in slots.bindings:
             binding = self._session.io_binding()
             for name, array in slots.buffers().items():
                 rows = array[row : row + batch]
                 _bind_array(binding.bind_input, name, rows)
                 _bind_array(binding.bind_output, f"present_{name.removeprefix('past_')}", rows)
-            self._bindings[key] = binding
-        return self._bindings[key]
+            slots.bindings[key] = binding
+        return slots.bindings[key]
 
 
 def _bind_array(bind: Any, name: str, array: NDArray[Any]) -> None:

@@ -8,6 +8,7 @@ and never advances the state of an idle neighbour. Memory of untouched rows is n
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ class SlotClass:
                 self.states[f"recurrent_state_{i}"] = np.zeros((rows, *recurrent), np.float32)
         self.row_bytes = sum(a[0].nbytes for a in self.buffers().values())
         self._owner: list[object | None] = [None] * rows
+        # The runtime's bindings to rows of these buffers; they must not outlive them.
+        self.bindings: dict[tuple[int, int, bool], Any] = {}
         self.num_active = 0
 
     def buffers(self) -> dict[str, Array]:
