@@ -121,8 +121,12 @@ class Slots:
         for spec in specs:
             dtype = np.dtype(spec.dtype)
             inner = [dtype.itemsize * prod(spec.shape[k + 1 :]) for k in range(len(spec.shape))]
-            view: Array = np.ndarray(
-                (count, *spec.shape), dtype, buffer, data, (self.stride, *inner)
+            shape = (count, *spec.shape)
+            empty = count == 0  # numpy refuses a view past the end, also of nothing
+            view: Array = (
+                np.empty(shape, dtype)
+                if empty
+                else np.ndarray(shape, dtype, buffer, data, (self.stride, *inner))
             )
             self.arrays.append(view)
             data += _padded(spec.nbytes)
