@@ -59,6 +59,9 @@ class SlotClass:
     def row_of(self, owner: object) -> int:
         return self._owner.index(owner)
 
+    def rename(self, old: object, new: object) -> None:
+        self._owner[self.row_of(old)] = new
+
     def owners(self) -> list[object]:
         """Owners of the active rows, in row order."""
         return self._owner[: self.num_active]
