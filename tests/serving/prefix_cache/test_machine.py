@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from serving.prefix_cache import arena, contract, tree
+from serving.prefix_cache import arena, contract, pool, tree
 from tests.serving.prefix_cache.machine import BLOCK, CacheMachine
 
 SETTINGS = settings(
@@ -68,9 +68,13 @@ def off_by_one_at_block_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tree, "common_tokens", one_more)
 
 
+def replaced_block_freed_under_its_reader(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool.Pool, "retire", lambda self, ids, last_lease: self.unref(ids))
+
+
 FAULTS = (
     stale_generation, salt_not_in_key, prefix_not_compared, pinned_evicted,
-    derived_seen_by_exact, off_by_one_at_block_end,
+    derived_seen_by_exact, off_by_one_at_block_end, replaced_block_freed_under_its_reader,
 )  # fmt: skip
 
 
