@@ -97,8 +97,6 @@ class Sequence:
 
     stream: Stream
     slots: SlotClass
-    row: int
-    submitted: float
     life: Life = field(init=False)
     step: Prefill | Decode | Wait | None = None
     filling: bool = True  # its prompt is not in the cache yet
@@ -130,7 +128,6 @@ class Engine:
         self._validate(request)
         stream = Stream(request)
         stream.usage.prompt_tokens = len(request.tokens)
-        stream.usage.queue_seconds = -time.monotonic()
         with self._wake:
             if self._stopping:
                 raise OverloadedError("the engine is shutting down")
@@ -164,12 +161,15 @@ class Engine:
         count, vocab = len(request.tokens), self.model.spec.vocab_size
         if count == 0:
             raise RequestError("the prompt is empty", fix="Send at least one token")
-        if request.tokens.min() < 0 or request.tokens.max() >= vocab:
-            raise RequestError(f"a token id is outside 0 to {vocab - 1}")
+        sampling = request.sampling
+        chosen = [*sampling.stop_tokens, *(t for bad in sampling.bad_tokens for t in bad)]
+        for name, ids in (("prompt", request.tokens), ("stop_tokens or bad_tokens", chosen)):
+            if len(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
+                raise RequestError(f"a token id of {name} is outside 0 to {vocab - 1}")
         room = self.max_seq_len - count
-        if request.sampling.max_tokens > room + 1:
+        if sampling.max_tokens > room + 1:
             raise PromptTooLongError(
-                f"prompt of {count} tokens + max_tokens {request.sampling.max_tokens} exceeds "
+                f"prompt of {count} tokens + max_tokens {sampling.max_tokens} exceeds "
                 f"{self.max_seq_len}",
                 fix="Shorten the prompt or ask for fewer tokens",
             )
@@ -195,15 +195,16 @@ class Engine:
 
         sampler = Sampler(request.sampling, prompt, self.model.spec.vocab_size)
         fed, made, token = count - 1, list[int](), int(prompt[-1])
-        slots.activate(seq, fed)
+        slots.activate(seq)
         while True:
             logits = yield Decode(token, fed)
             fed += 1
             assert logits is not None
             token, log_prob = sampler.choose(logits)
             if not made:
-                usage.first_token_seconds = time.monotonic() - seq.submitted
+                usage.first_token_seconds = time.monotonic() - seq.stream.submitted
             made.append(token)
+            usage.generated_tokens = len(made)
             if token in request.sampling.stop_tokens:
                 reason = "stop"
                 break
@@ -211,7 +212,6 @@ class Engine:
             if len(made) == request.sampling.max_tokens:
                 reason = "length"
                 break
-        usage.generated_tokens = len(made)
         context = np.concatenate([prompt, np.asarray(made[:-1], np.int32)])
         self._keep(seq, context[:fed], provenance)
         seq.stream.put(Finish(reason, usage))
@@ -282,41 +282,39 @@ class Engine:
                     self._wake.wait()
                 if self._stopping:
                     break
-            self._admit()
             self._settle()
+            self._admit()
             self._run_prefill()
             for slots in self.classes:
                 self._run_decode(slots)
         for seq in list(self._running):
             self._end(seq, CancelledError("the engine is shutting down"))
-        for stream in self._waiting:
-            stream.put(CancelledError("the engine is shutting down"))
+        while self._waiting:
+            self._waiting.popleft().put(CancelledError("the engine is shutting down"))
 
     def _admit(self) -> None:
         """First come, first served, into the smallest class that holds the whole sequence."""
         while self._waiting:
             stream = self._waiting[0]
-            if stream.cancelled:
-                self._waiting.popleft()
-                stream.put(Finish("cancelled", stream.usage))
-                continue
             request = stream.request
             length = len(request.tokens) + request.sampling.max_tokens
             slots = next((c for c in self.classes if c.capacity >= length and c.free_rows()), None)
-            row = slots.allocate(stream) if slots else None
-            if slots is None or row is None:
+            if slots is None:
                 return
             self._waiting.popleft()
-            submitted = -stream.usage.queue_seconds
-            stream.usage.queue_seconds += time.monotonic()
-            seq = Sequence(stream, slots, row, submitted)
-            slots.rename(stream, seq)
+            stream.usage.queue_seconds = time.monotonic() - stream.submitted
+            seq = Sequence(stream, slots)
+            slots.allocate(seq)
             seq.life = self._serve(seq)
             self._running.append(seq)
             self._resume(seq, None)
 
     def _settle(self) -> None:
         """End what was cancelled; go on with those whose leader is done or gone."""
+        with self._wake:
+            for stream in [s for s in self._waiting if s.cancelled]:
+                self._waiting.remove(stream)
+                stream.put(Finish("cancelled", stream.usage))
         for seq in [s for s in self._running if s.stream.cancelled]:
             self._end(seq, None)
         for seq in [s for s in self._running if isinstance(s.step, Wait)]:

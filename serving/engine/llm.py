@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy as np
 from serving.engine.bundle import Bundle
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.model import Model
-from serving.engine.prefix import Prefixes, local_cache
+from serving.engine.prefix import Prefixes, make_cache
 from serving.engine.requests import EXACT_REPLAY, Finish, Request, SamplingParams, Stream, Usage
 from serving.engine.text import Text, TextStream
-from serving.prefix_cache import Arena, CacheConfig, PrefixCache, ReplayRequest
+from serving.prefix_cache import CacheConfig, PrefixCache, ReplayRequest
 
 
 @dataclass
@@ -35,7 +35,6 @@ class LLM:
     text: Text
     engine: Engine
     cache: PrefixCache | None = None
-    arena: Arena | None = field(default=None, repr=False)
 
     @classmethod
     def open(
@@ -49,14 +48,13 @@ class LLM:
         text, model = Text(bundle.path), Model(bundle, engine.threads)
         if cache is None:
             return cls(bundle, text, Engine(model, engine))
-        index, arena = local_cache(bundle.spec, cache)
-        prefixes = Prefixes(bundle.spec, bundle.digest, index, arena)
-        return cls(bundle, text, Engine(model, engine, prefixes), index, arena)
+        index = make_cache(bundle.spec, cache)
+        return cls(bundle, text, Engine(model, engine, Prefixes(bundle.digest, index)), index)
 
     def close(self) -> None:
         self.engine.close()
-        if self.arena is not None:
-            self.arena.unlink()
+        if self.cache is not None:
+            self.cache.arena.unlink()
 
     def __enter__(self) -> LLM:
         return self
@@ -82,19 +80,24 @@ class LLM:
         """Pieces of text as they become certain, then the Answer."""
         pieces, out, ids = list[str](), TextStream(self.text, stop_words), list[int]()
         reason = ""
-        for event in stream:
-            if isinstance(event, Finish):
-                reason = "stop_word" if out.stopped else event.reason
-                piece = out.finish()
-            else:
-                ids.append(event.token_id)
-                piece = out.push(event.token_id)
-                if out.stopped:
-                    stream.cancel()
-            if piece:
-                pieces.append(piece)
-                yield piece
-        yield Answer("".join(pieces), ids, reason, stream.usage)
+        try:
+            for event in stream:
+                if isinstance(event, Finish):
+                    piece = out.finish()
+                    reason = "stop_word" if out.stopped else event.reason
+                elif out.stopped:
+                    continue  # made before the engine heard of it
+                else:
+                    ids.append(event.token_id)
+                    piece = out.push(event.token_id)
+                    if out.stopped:
+                        stream.cancel()
+                if piece:
+                    pieces.append(piece)
+                    yield piece
+            yield Answer("".join(pieces), ids, reason, stream.usage)
+        finally:
+            stream.cancel()  # also when the caller stops listening
 
     def generate(
         self,

@@ -80,6 +80,8 @@ class Model:
         sums = self._decay_arrays(batch) if decay_sums else {}
         for name, array in sums.items():
             _bind_array(binding.bind_output, name, array)
+        if step.append:
+            slots.hold(row, step.total_lens)
         self._session.run_with_iobinding(binding)
         return logits, sums
 

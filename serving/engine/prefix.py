@@ -39,6 +39,8 @@ Tokens = NDArray[np.int32]
 class CacheIndex(Protocol):
     """The calls of ``PrefixCache`` the engine makes, in process or over an RPC."""
 
+    arena: Arena
+
     def match(self, key: CacheKey, tokens: Tokens, *, exact_only: bool) -> Match: ...
 
     def reserve(
@@ -73,10 +75,9 @@ def arena_layout(spec: HybridSpec, block_size: int) -> ArenaLayout:
     return ArenaLayout.of_model(block_size, kv, states)
 
 
-def local_cache(spec: HybridSpec, config: CacheConfig) -> tuple[PrefixCache, Arena]:
-    """A cache of this process alone. Raises CacheError when the arena cannot be made."""
-    arena = Arena.of_config(config, arena_layout(spec, config.block_size))
-    return PrefixCache(config, arena), arena
+def make_cache(spec: HybridSpec, config: CacheConfig) -> PrefixCache:
+    """A cache and its arena. Raises ConfigError when the arena cannot be made."""
+    return PrefixCache(config, Arena.of_config(config, arena_layout(spec, config.block_size)))
 
 
 @dataclass
@@ -90,9 +91,8 @@ class Hit:
 class Prefixes:
     """Finds, loads and keeps prefixes for one model."""
 
-    def __init__(self, spec: HybridSpec, digest: str, index: CacheIndex, arena: Arena) -> None:
-        self._index, self._arena, self._digest = index, arena, digest
-        self._block_size = arena.layout.block_size
+    def __init__(self, digest: str, index: CacheIndex) -> None:
+        self._index, self._digest = index, digest
         self.failures = 0
 
     def key(self, request: Request) -> CacheKey:
@@ -110,19 +110,21 @@ class Prefixes:
 
     def load(self, hit: Hit, slots: SlotClass, row: int) -> bool:
         """Copy the hit's K/V and state into the slot; False (a miss) when any of it is stale."""
-        match, plan = hit.match, hit.plan
+        match, plan, arena = hit.match, hit.plan, self._index.arena
         kv = [array[row] for array in slots.kv.values()]
-        blocks = -(-plan.hit_len // self._block_size)
+        block_size = arena.layout.block_size
+        blocks = -(-plan.hit_len // block_size)
         ids, generations = match.blocks[:blocks], match.generations[:blocks]
         try:
-            good = self._arena.read_blocks(ids, generations, plan.hit_len, kv)
+            good = arena.read_blocks(ids, generations, plan.hit_len, kv)
+            slots.hold(row, np.array([plan.hit_len]))
             if good < plan.hit_len:
-                self._index.report_corrupt(match.lease, block=good // self._block_size)
+                self._index.report_corrupt(match.lease, block=good // block_size)
                 return False
             if plan.state is None:
                 return True
             states = [array[row] for array in slots.states.values()]
-            if self._arena.read_state(plan.state.slot, plan.state.generation, states):
+            if arena.read_state(plan.state.slot, plan.state.generation, states):
                 return True
             self._index.report_corrupt(match.lease, state=plan.state.slot)
         except Exception:
@@ -156,12 +158,12 @@ class Prefixes:
         try:
             kv = [array[row] for array in slots.kv.values()]
             if lease.end > lease.start:
-                self._arena.write_blocks(
+                self._index.arena.write_blocks(
                     lease.blocks, lease.generations, lease.start, lease.end, kv
                 )
             for state in lease.states:
                 arrays = [array[row] for array in slots.states.values()]
-                self._arena.write_state(state.slot, state.generation, arrays)
+                self._index.arena.write_state(state.slot, state.generation, arrays)
             self._index.publish(lease.lease)
         except Exception:
             self._failed("store")

@@ -36,6 +36,8 @@ class SlotClass:
                 self.states[f"recurrent_state_{i}"] = np.zeros((rows, *recurrent), np.float32)
         self.row_bytes = sum(a[0].nbytes for a in self.buffers().values())
         self._owner: list[object | None] = [None] * rows
+        # K/V rows in use per slot: what has to move when slots are exchanged.
+        self.lengths = np.zeros(rows, np.int64)
         # The runtime's bindings to rows of these buffers; they must not outlive them.
         self.bindings: dict[tuple[int, int, bool], Any] = {}
         self.num_active = 0
@@ -47,28 +49,24 @@ class SlotClass:
     def free_rows(self) -> int:
         return self._owner.count(None)
 
-    def allocate(self, owner: object) -> int | None:
-        """A free row past the active ones, its states zero; None when the class is full."""
-        for row in range(self.rows - 1, self.num_active - 1, -1):
-            if self._owner[row] is None:
-                self._owner[row] = owner
-                self.zero_states(row)
-                return row
-        return None
+    def allocate(self, owner: object) -> int:
+        """The last free row, its states zero; ``free_rows`` must not be 0."""
+        row = max(i for i, o in enumerate(self._owner) if o is None)
+        self._owner[row] = owner
+        self.lengths[row] = 0
+        self.zero_states(row)
+        return row
 
     def row_of(self, owner: object) -> int:
         return self._owner.index(owner)
-
-    def rename(self, old: object, new: object) -> None:
-        self._owner[self.row_of(old)] = new
 
     def owners(self) -> list[object]:
         """Owners of the active rows, in row order."""
         return self._owner[: self.num_active]
 
-    def activate(self, owner: object, length: int) -> None:
-        """Let ``owner`` (``length`` tokens long) take part in decode runs."""
-        self._swap(self.row_of(owner), self.num_active, length)
+    def activate(self, owner: object) -> None:
+        """Let ``owner`` take part in decode runs."""
+        self._swap(self.row_of(owner), self.num_active)
         self.num_active += 1
 
     def release(self, owner: object) -> None:
@@ -77,19 +75,24 @@ class SlotClass:
         self._owner[row] = None
         if row < self.num_active:
             self.num_active -= 1
-            self._swap(self.num_active, row, self.capacity)
+            self._swap(self.num_active, row)
+
+    def hold(self, row: int, total_lens: NDArray[np.int64]) -> None:
+        """Rows from ``row`` on hold at least this many tokens each from now on."""
+        part = self.lengths[row : row + len(total_lens)]
+        np.maximum(part, total_lens, out=part)
 
     def zero_states(self, row: int) -> None:
         for array in self.states.values():
             array[row] = 0
 
-    def _swap(self, a: int, b: int, length: int) -> None:
+    def _swap(self, a: int, b: int) -> None:
         """Exchange two rows; a free row's contents need not survive."""
         if a == b:
             return
         both = self._owner[a] is not None and self._owner[b] is not None
-        length = self.capacity if both else length
         source, target = (a, b) if self._owner[a] is not None else (b, a)
+        length = int(max(self.lengths[source], self.lengths[target] if both else 0))
         for name, array in self.buffers().items():
             part = (slice(None), slice(length)) if name in self.kv else ...
             kept = array[target][part].copy() if both else None
@@ -97,6 +100,7 @@ class SlotClass:
             if kept is not None:
                 array[source][part] = kept
         self._owner[a], self._owner[b] = self._owner[b], self._owner[a]
+        self.lengths[[a, b]] = self.lengths[[b, a]]
 
 
 def class_capacities(max_tokens: int) -> list[int]:
