@@ -161,7 +161,8 @@ class RandomWeights:
         if leaf == "dt_bias":
             return np.full(shape, 0.5413, np.float32)  # softplus(0.5413) = 1
         if leaf == "A_log":
-            return np.log(np.logspace(-4, -1, shape[0])).astype(np.float32)
+            rates: NDArray[np.float32] = np.log(np.logspace(-4, -1, shape[0])).astype(np.float32)
+            return rates
         scale = 1.0 if weight == "embed" else shape[-1] ** -0.5
         values: NDArray[np.float32] = rng.standard_normal(shape, np.float32)
         values *= np.float32(scale)

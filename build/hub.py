@@ -6,6 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
+from engine_configs.errors import ConversionError
 from engine_configs.names import NamedModel
 
 # Weights as safetensors only: pickles and remote code are never fetched.
@@ -25,4 +26,9 @@ def find_checkpoint(model: NamedModel) -> Path | None:
         HfApi().model_info(model.hub_id, timeout=CONNECT_SECONDS)
     except Exception:  # whatever the HTTP client raises, the hub is out of reach
         return None
-    return Path(snapshot_download(model.hub_id, allow_patterns=PATTERNS))
+    try:
+        return Path(snapshot_download(model.hub_id, allow_patterns=PATTERNS))
+    except Exception as e:  # ditto; what is there already is not downloaded again
+        raise ConversionError(
+            f"the download of {model.hub_id} failed: {e}", fix="Run again to go on with it"
+        ) from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,40 +58,53 @@ class ExternalWeights:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A scratch directory that becomes ``target`` when the block ends well, else is removed.
 
-    An older ``target`` is replaced only then. Raises ConversionError when the disk is full.
+    An older bundle at ``target`` is replaced only then; anything else there is left alone.
+    Raises ConversionError when the place is taken or cannot be written, or the disk is full.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}.partial-*"):
-        if not _alive(int(stale.name.rsplit("-", 1)[-1])):
-            shutil.rmtree(stale, ignore_errors=True)
-    scratch = target.parent / f".{target.name}.partial-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    scratch, old = (
+        target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("partial", "old")
+    )
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clean_up(target)
+        if target.exists() and not (target / "manifest.json").is_file():
+            raise ConversionError(
+                "exists and is not a bundle", where=str(target), fix="Give another --output"
+            )
+        scratch.mkdir()
         yield scratch
-        _replace(scratch, target)
+        _replace(scratch, target, old)
     except OSError as e:
-        if e.errno == 28:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConversionError(
                 "the disk is full", where=str(target.parent), fix="Free some space and run again"
             ) from e
-        raise
+        raise ConversionError(str(e), where=str(target)) from e
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _replace(scratch: Path, target: Path) -> None:
-    if not target.exists():
-        scratch.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent)) / "bundle"
-    target.rename(old)
+def _replace(scratch: Path, target: Path, old: Path) -> None:
+    if target.exists():
+        target.rename(old)
     try:
         scratch.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old.parent, ignore_errors=True)
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _clean_up(target: Path) -> None:
+    """What conversions that were killed left behind: half-written, or moved away and not yet
+    replaced."""
+    for kind in ("old", "partial"):
+        for stale in target.parent.glob(f".{target.name}.{kind}-*"):
+            pid = stale.name.rsplit("-", 1)[-1]
+            if pid.isdigit() and (int(pid) == os.getpid() or not _alive(int(pid))):
+                if kind == "old" and not target.exists():
+                    stale.rename(target)
+                shutil.rmtree(stale, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

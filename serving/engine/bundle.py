@@ -46,8 +46,10 @@ class Bundle:
             raise BundleError(
                 f"not a bundle: {Path(e.filename).name} is missing", where=str(path), fix=fix
             ) from None
+        except OSError as e:
+            raise BundleError(f"not a bundle: {e.strerror}", where=str(path), fix=fix) from None
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as e:
-            raise BundleError(f"damaged manifest: {e}", where=str(file), fix=fix) from None
+            raise BundleError(f"damaged manifest: {e!r}", where=str(file), fix=fix) from None
         return cls(path, spec, manifest)
 
     @property

@@ -47,7 +47,7 @@ def main(
             print("" if stream else answer.text)
             if stats:
                 _print_stats(answer, time.monotonic() - started)
-    except (HybridServeError, OSError) as e:
+    except (HybridServeError, OSError, UnicodeDecodeError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(1) from None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import queue
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -45,14 +45,17 @@ class SamplingParams:
         self._within("top_p", 0.0, 1.0)
         self._within("repetition_penalty", 0.01, 100.0)
         if self.top_p == 0.0:
-            raise RequestError("top_p is 0.0, expected 0 < top_p <= 1")
+            raise RequestError("top_p is 0.0, expected more than 0.0, up to 1.0")
         if self.seed is not None:
             self._within("seed", 0, (1 << 63) - 1)
 
     def _within(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise RequestError(f"{name} is {value}, expected {low:g} to {high:g}")
+        kinds = (int, float) if isinstance(low, float) else (int,)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not (number and low <= value <= high):  # NaN is not within anything
+            kind = "a number" if isinstance(low, float) else "an integer"
+            raise RequestError(f"{name} is {value!r}, expected {kind} from {low} to {high}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ class Request:
 
 @dataclass
 class Usage:
-    """What one answer cost; seconds are measured from submission."""
+    """What one answer cost; seconds are measured from submission.
+
+    ``generated_tokens`` counts a final stop token, which is not part of the answer.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -113,6 +119,7 @@ class Stream:
 
     request: Request
     usage: Usage = field(default_factory=Usage)
+    submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_configs.errors import RequestError
 from serving.engine.requests import SamplingParams
 
 Row = NDArray[np.float32]
@@ -26,12 +29,17 @@ class Sampler:
 
     def choose(self, logits: Row) -> tuple[int, float | None]:
         """The next token and, where asked for, its log-probability under the raw logits [V]."""
-        scores = logits if self._plain and self._made >= self.params.min_tokens else logits.copy()
-        self._penalise(scores)
+        scores = logits
+        if not self._plain or self._made < self.params.min_tokens:
+            scores = logits.copy()
+            self._penalise(scores)
         token = self._pick(scores)
+        if not math.isfinite(scores[token]):
+            raise RequestError("no token can be chosen: bad_tokens cover everything, or overflow")
         self._made += 1
-        self._seen[token] = True
-        self._history.append(token)
+        if not self._plain:
+            self._seen[token] = True
+            self._history.append(token)
         return token, log_prob(logits, token) if self.params.log_probs else None
 
     def _penalise(self, scores: Row) -> None:
@@ -50,18 +58,20 @@ class Sampler:
         p = self.params
         if p.temperature == 0.0 or p.top_k == 1:
             return int(scores.argmax())
-        scaled = scores.astype(np.float64) / p.temperature
-        if 0 < p.top_k < len(scaled):
-            kept = np.argpartition(scaled, -p.top_k)[-p.top_k :]
-        else:
-            kept = np.arange(len(scaled))
-        kept = kept[np.argsort(-scaled[kept], kind="stable")]
-        weights = np.exp(scaled[kept] - scaled[kept[0]])
-        weights /= weights.sum()
+        # The top one at 0 first: no temperature, however small, overflows it.
+        weights = np.exp((scores.astype(np.float64) - scores.max()) / p.temperature)
+        kept = np.arange(len(weights))
+        if 0 < p.top_k < len(weights):
+            kept = np.argpartition(weights, -p.top_k)[-p.top_k :]
         if p.top_p < 1.0:
-            size = int(np.searchsorted(weights.cumsum(), p.top_p)) + 1
-            kept, weights = kept[:size], weights[:size] / weights[:size].sum()
-        return int(self._random.choice(kept, p=weights))
+            # What is lighter than an even share of the rest cannot be needed: do not sort it.
+            total = weights[kept].sum()
+            kept = kept[weights[kept] * len(kept) >= (1.0 - p.top_p) * total]
+            kept = kept[np.argsort(-weights[kept], kind="stable")]
+            kept = kept[: int(weights[kept].cumsum().searchsorted(p.top_p * total)) + 1]
+        mass = weights[kept].cumsum()
+        at = int(mass.searchsorted(self._random.random() * mass[-1], side="right"))
+        return int(kept[min(at, len(kept) - 1)])
 
 
 def log_prob(logits: Row, token: int) -> float:

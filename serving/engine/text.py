@@ -28,7 +28,7 @@ class Text:
             )
         self.tokenizer = Tokenizer.from_file(str(file))
         template = path / "chat_template.jinja"
-        self._template = template.read_text() if template.exists() else None
+        self._template = _compile(template.read_text()) if template.exists() else None
         config = path / "tokenizer_config.json"
         self._config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
 
@@ -43,13 +43,30 @@ class Text:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def chat(self, messages: list[dict[str, str]]) -> str:
-        """The prompt of a conversation. Raises RequestError where the bundle has no template."""
+        """The prompt of a conversation.
+
+        Raises RequestError where the bundle has no template or the template refuses.
+        """
         if self._template is None:
             raise RequestError("this model has no chat template", fix="Send text_input instead")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
-        template = environment.from_string(self._template)
         tokens = {k: v for k, v in self._config.items() if k.endswith("_token")}
-        return template.render(messages=messages, add_generation_prompt=True, **tokens)
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **tokens)
+        except jinja2.TemplateError as e:
+            raise RequestError(f"the chat template refuses the messages: {e}") from None
+
+
+def _compile(source: str) -> jinja2.Template:
+    """As transformers reads chat templates."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(source)
 
 
 class TextStream:
@@ -86,10 +103,10 @@ class TextStream:
 
     def _release(self, new: str, *, final: bool) -> str:
         self._held += new
-        found = [i for i in (self._held.find(w) for w in self._stop_words) if i >= 0]
-        if found:
+        found = [(i + len(w), i) for w in self._stop_words if (i := self._held.find(w)) >= 0]
+        if found:  # the first to be complete, so that the cut into tokens makes no difference
             self.stopped = True
-            out, self._held = self._held[: min(found)], ""
+            out, self._held = self._held[: min(found)[1]], ""
             return out
         keep = 0 if final else max((_overlap(self._held, w) for w in self._stop_words), default=0)
         cut = len(self._held) - keep
