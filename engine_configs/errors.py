@@ -10,6 +10,7 @@ HybridServeError
 ├── RequestError         one request is invalid; the server goes on
 │   ├── PromptTooLongError
 │   └── ReplayRefusedError  the asked replay would not be what the caller expects
+├── LaunchError          the Triton server is not there, does not start, or does not stay up
 ├── OverloadedError      admission is full; try again later
 ├── CancelledError       the caller gave the request up
 └── CacheError           the prefix cache could not do it; the engine recomputes
@@ -61,6 +62,10 @@ class PromptTooLongError(RequestError):
 
 class ReplayRefusedError(RequestError):
     """The asked replay would not be what the caller expects."""
+
+
+class LaunchError(HybridServeError):
+    """The Triton server is not there, does not start, or does not stay up."""
 
 
 class OverloadedError(HybridServeError):
