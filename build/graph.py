@@ -9,7 +9,8 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     valid_len                        [B] int64           tokens of the step that are not padding
     kv_append                        [1] int64           T: append K/V; 0: replay, write nothing
     logit_rows                       [N] int64           rows of B*T whose logits are wanted
-    past_key_i, past_value_i         [B, Hk, C, d]       slot of attention layer i
+    past_key_i, past_value_i         [B, Hk, C, dk]      slot of attention layer i; where dv < dk
+                                                         the last columns of V are unused
     conv_state_i                     [B, W-1, channels]  last inputs of the convolution
     recurrent_state_i                [B, Hv, dk, dv]     fp32; zeros = start of a tail replay
     -> logits                        [N, V]
@@ -74,6 +75,13 @@ class GraphBuilder(Nodes):
         self.external_tensors.append(self._external(name, self.read(path).T))
         return str(self.op("MatMul", [x, name], f"/{path.replace('.', '/')}"))
 
+    def experts(self, path: str, *, transpose: bool = False) -> str:
+        """A stack of matrices [E, out, in], each as it is or as [in, out]."""
+        name, stack = f"{path}.weight", self.read(path)
+        stack = stack.transpose(0, 2, 1) if transpose else stack
+        self.external_tensors.append(self._external(name, stack))
+        return name
+
 
 def build_graph(
     spec: HybridSpec, read: WeightReader, external: Callable[..., Any], lowering: str = "ort"
@@ -130,12 +138,18 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
 def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:
     path = f"layers.{i}.{block.name}"
     node = f"/{path.replace('.', '/')}"
-    h = rms_norm(g, x, f"{path}.pre_norm", block.pre_norm) if block.pre_norm else x
-    h = MIXERS[type(block.mixer)](g, step, i, path, block.mixer, h)
+    normed = rms_norm(g, x, f"{path}.pre_norm", block.pre_norm) if block.pre_norm else x
+    h = ""
+    for branch in block.branches():
+        make = MIXERS[type(branch.mixer)]
+        out = make(g, step, i, f"layers.{i}.{branch.name}", branch.mixer, normed)
+        h = g.op("Add", [h, out], f"{node}/with_{branch.name}") if h else out
     if block.post_norm:
         h = rms_norm(g, h, f"{path}.post_norm", block.post_norm)
     h = _scaled(g, h, block.residual_scale, f"{node}/scale")
-    return str(g.op("Add", [x, h], f"{node}/residual"))
+    skip = normed if block.skip == "normed" else x
+    skip = _scaled(g, skip, block.skip_scale, f"{node}/skip_scale")
+    return str(g.op("Add", [skip, h], f"{node}/residual"))
 
 
 def _scaled(g: GraphBuilder, x: str, scale: float, path: str) -> str:

@@ -1,8 +1,9 @@
 """What a hybrid model *is*: one frozen dataclass tree, made by one family function per model type.
 
 A model is a stack of layers; a layer is a row of residual blocks; a block runs one mixer (several
-in parallel for Falcon-H1) between an optional norm before and after:
-``x + residual_scale * post_norm(sum_m mixer_m(pre_norm(x)))``.
+side by side for Falcon-H1) between an optional norm before and after:
+``skip_scale * skip + residual_scale * post_norm(sum_m mixer_m(pre_norm(x)))``, skip = x or the
+normed x.
 
 Each mixer answers for itself what it stores and what it weighs; the model adds the answers up, so
 nothing outside asks which kind a layer is.
@@ -18,157 +19,65 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine_configs.errors import ConfigError
+from engine_configs.mixers import (
+    Attention,
+    AttentionMixer,
+    GatedDeltaNet,
+    LatentAttention,
+    Lightning,
+    Mamba2,
+    Mixer,
+    Mlp,
+    Moe,
+    Norm,
+    Rope,
+    Shapes,
+    ShortConv,
+)
 
-UpdateRule = Literal["linear", "gated", "delta", "gated_delta"]
-Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMS norm: ``x / rms(x) * (weight + offset)``; offset 1 for the Gemma and Qwen3.5 spelling."""
-
-    eps: float
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding over the first ``2 * len(inv_freq)`` dims of a head, halves layout."""
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Softmax attention with a KV cache (Hq query heads, Hk key/value heads)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: Rope | None = None
-    qk_norm: Norm | None = None
-    qk_norm_over: Literal["head", "all"] = "head"
-    kind: Literal["attention"] = "attention"
-
-    def weights(self, hidden: int) -> Shapes:
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: Shapes = {
-            "q_proj": (q, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, q),
-        }
-        if self.qk_norm:
-            per_head = self.qk_norm_over == "head"
-            shapes["q_norm"] = (self.head_dim,) if per_head else (q,)
-            shapes["k_norm"] = (self.head_dim,) if per_head else (kv,)
-        return shapes
-
-    def kv_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim
-
-    def conv_state(self) -> tuple[int, ...]:
-        return ()
-
-    def recurrent_state(self) -> tuple[int, ...]:
-        return ()
-
-    def units(self) -> int:
-        return 0
+__all__ = [
+    "Attention",
+    "Block",
+    "Branch",
+    "GatedDeltaNet",
+    "HybridSpec",
+    "LatentAttention",
+    "Lightning",
+    "Mamba2",
+    "Mixer",
+    "Mlp",
+    "Moe",
+    "Norm",
+    "Rope",
+    "Shapes",
+    "ShortConv",
+    "from_json",
+]
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
-    """Gated delta rule with a short causal convolution on q, k and v (arXiv 2412.06464).
+class Branch:
+    """One mixer of a block; ``name`` is its place in node paths and weight names."""
 
-    Hk query/key heads of ``key_dim``, Hv value heads of ``value_dim``; ``beta`` is scaled by
-    ``beta_scale`` (2 allows negative eigenvalues).
-    """
-
-    num_k_heads: int
-    num_v_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    norm_eps: float
-    beta_scale: float = 1.0
-    kind: Literal["gated_delta_net"] = "gated_delta_net"
-
-    @property
-    def conv_channels(self) -> int:
-        return 2 * self.num_k_heads * self.key_dim + self.num_v_heads * self.value_dim
-
-    def weights(self, hidden: int) -> Shapes:
-        k, v = self.num_k_heads * self.key_dim, self.num_v_heads * self.value_dim
-        return {
-            "q_proj": (k, hidden),
-            "k_proj": (k, hidden),
-            "v_proj": (v, hidden),
-            "a_proj": (self.num_v_heads, hidden),
-            "b_proj": (self.num_v_heads, hidden),
-            "g_proj": (v, hidden),
-            "conv": (self.conv_channels, self.conv_width),
-            "A_log": (self.num_v_heads,),
-            "dt_bias": (self.num_v_heads,),
-            "o_norm": (self.value_dim,),
-            "o_proj": (hidden, v),
-        }
-
-    def kv_per_token(self) -> int:
-        return 0
-
-    def conv_state(self) -> tuple[int, ...]:
-        """[W-1, channels]: the last inputs of the convolution, oldest first."""
-        return (self.conv_width - 1, self.conv_channels)
-
-    def recurrent_state(self) -> tuple[int, ...]:
-        """[Hv, dk, dv]."""
-        return (self.num_v_heads, self.key_dim, self.value_dim)
-
-    def units(self) -> int:
-        """Parts of the state with a decay of their own: one per head."""
-        return self.num_v_heads
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """Gated MLP: ``down(act(gate(x)) * up(x))``."""
-
-    intermediate: int
-    activation: Literal["silu"] = "silu"
-    kind: Literal["mlp"] = "mlp"
-
-    def weights(self, hidden: int) -> Shapes:
-        inner = (self.intermediate, hidden)
-        return {"gate_proj": inner, "up_proj": inner, "down_proj": (hidden, self.intermediate)}
-
-    def kv_per_token(self) -> int:
-        return 0
-
-    def conv_state(self) -> tuple[int, ...]:
-        return ()
-
-    def recurrent_state(self) -> tuple[int, ...]:
-        return ()
-
-    def units(self) -> int:
-        return 0
-
-
-Mixer = Attention | GatedDeltaNet | Mlp
+    name: str
+    mixer: Mixer
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block; ``name`` is its place in node paths and weight names."""
+    """One residual block; ``beside``: further mixers that read the same input, outputs added."""
 
     name: str
     mixer: Mixer
     pre_norm: Norm | None = None
     post_norm: Norm | None = None
     residual_scale: float = 1.0
+    skip: Literal["input", "normed"] = "input"
+    skip_scale: float = 1.0
+    beside: tuple[Branch, ...] = ()
+
+    def branches(self) -> tuple[Branch, ...]:
+        return (Branch(self.name, self.mixer), *self.beside)
 
 
 @dataclass(frozen=True)
@@ -189,10 +98,12 @@ class HybridSpec:
 
     def mixers(self) -> list[tuple[int, Mixer]]:
         """Every mixer with the index of its layer, in order."""
-        return [(i, b.mixer) for i, blocks in enumerate(self.layers) for b in blocks]
+        rows = ((i, block) for i, blocks in enumerate(self.layers) for block in blocks)
+        return [(i, branch.mixer) for i, block in rows for branch in block.branches()]
 
-    def attention_layers(self) -> list[tuple[int, Attention]]:
-        return [(i, m) for i, m in self.mixers() if isinstance(m, Attention)]
+    def attention_layers(self) -> list[tuple[int, AttentionMixer]]:
+        """Layers that keep K/V rows, with their mixer."""
+        return [(i, m) for i, m in self.mixers() if isinstance(m, AttentionMixer)]
 
     def state_layers(self) -> list[tuple[int, Mixer]]:
         """Layers that carry a state from token to token, with their mixer."""
@@ -206,9 +117,10 @@ class HybridSpec:
             shapes["lm_head"] = (self.vocab_size, hidden)
         for i, blocks in enumerate(self.layers):
             for block in blocks:
+                for branch in block.branches():
+                    for name, shape in branch.mixer.weights(hidden).items():
+                        shapes[f"layers.{i}.{branch.name}.{name}"] = shape
                 path = f"layers.{i}.{block.name}"
-                for name, shape in block.mixer.weights(hidden).items():
-                    shapes[f"{path}.{name}"] = shape
                 if block.pre_norm:
                     shapes[f"{path}.pre_norm"] = (hidden,)
                 if block.post_norm:
@@ -234,9 +146,8 @@ class HybridSpec:
 
 
 _KINDS: dict[str, type] = {
-    "attention": Attention,
-    "gated_delta_net": GatedDeltaNet,
-    "mlp": Mlp,
+    next(f.default for f in dataclasses.fields(m) if f.name == "kind"): m
+    for m in typing.get_args(Mixer)
 }
 
 

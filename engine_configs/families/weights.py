@@ -56,6 +56,33 @@ def named(*spellings: str) -> Sources:
     return tuple(Source((name,)) for name in spellings)
 
 
+def scaled(name: str, factor: float | Array) -> Sources:
+    """One tensor times a factor (or a factor per row), folded in on reading."""
+
+    def read(w: Array) -> Array:
+        f = np.asarray(factor, np.float32)
+        product: Array = w * (f.reshape(-1, *[1] * (w.ndim - 1)) if f.ndim else f)
+        return product
+
+    return (Source((name,), read),)
+
+
+def part(full: Shape, read: Callable[[Array], Array], *spellings: str) -> Sources:
+    """Rows that ``read`` takes out of a fused tensor of shape ``full``."""
+    return tuple(Source((name,), read, lambda _: full) for name in spellings)
+
+
+def stacked(*groups: Sequence[str]) -> Source:
+    """[E, rows, columns] from a tensor per expert; several groups (gate, up) are joined by rows."""
+    names = [name for expert in zip(*groups, strict=True) for name in expert]
+
+    def read(*parts: Array) -> Array:
+        joined = np.concatenate(parts)
+        return joined.reshape(len(groups[0]), -1, joined.shape[-1])
+
+    return Source(tuple(names), read, lambda s: (s[0] * s[1], s[2]))
+
+
 def conv1d(name: str) -> Source:
     """A depthwise ``Conv1d`` weight [channels, 1, W] as [channels, W]."""
     return Source((name,), lambda w: w[:, 0], lambda s: (s[0], 1, s[1]))

@@ -1,0 +1,98 @@
+"""What several mixers are made of: norms, activations, the short convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_configs.spec import Norm
+from plugins.onnx_graph import Nodes
+
+if TYPE_CHECKING:
+    from build.graph import GraphBuilder
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Names of the step's inputs and of what every layer derives from them."""
+
+    input_ids: str
+    position_ids: str  # [B, T]
+    last_row: str  # [B] int32, seqlens - 1
+    total_len: str
+    valid_column: str  # [B, 1] int64
+    kv_append: str  # [1]
+    logit_rows: str
+    mask: str  # [B, T, 1] fp32, 0 at padding
+
+
+def node_path(path: str) -> str:
+    """``layers.3.attn`` → ``/layers/3/attn``."""
+    return f"/{path.replace('.', '/')}"
+
+
+def rms_norm(g: GraphBuilder, x: str, path: str, norm: Norm) -> str:
+    """RMS norm over the last axis of any x."""
+    weight = g.small(path, lambda w: w + norm.offset)
+    return str(g.op("RMSNormalization", [x, weight], node_path(path), axis=-1, epsilon=norm.eps))
+
+
+def plain_rms_norm(
+    g: GraphBuilder, x: str, dim: int, eps: float, path: str, scale: float = 1.0
+) -> str:
+    """RMS norm over the last axis of x [..., dim], the same weight for every channel."""
+    weight = g.const(np.full(dim, scale), np.float32)
+    return str(g.op("RMSNormalization", [x, weight], path, axis=-1, epsilon=eps))
+
+
+def silu(g: Nodes, x: str, path: str) -> str:
+    gate = g.op("Sigmoid", [x], f"{path}/sigmoid")
+    return str(g.op("Mul", [x, gate], path))
+
+
+def activate(g: Nodes, x: str, kind: str, path: str) -> str:
+    if kind == "silu":
+        return silu(g, x, path)
+    if kind == "sigmoid":
+        return str(g.op("Sigmoid", [x], path))
+    assert kind == "relu2", kind
+    positive = g.op("Relu", [x], f"{path}/relu")
+    return str(g.op("Mul", [positive, positive], path))
+
+
+def causal_conv(
+    g: GraphBuilder,
+    step: StepInputs,
+    i: int,
+    path: str,
+    width: int,
+    channels: int,
+    x: str,
+    *,
+    bias: bool = False,
+) -> str:
+    """Depthwise causal convolution of x [B, T, channels] that carries its last W-1 inputs.
+
+    Written as W shifted products: every output row is the same sum in the same order whatever T
+    is, so a token's result does not depend on how the sequence was cut (ONNX's Conv does).
+    """
+    node = f"{node_path(path)}/conv"
+    shape = ["B", width - 1, channels]
+    past = g.input(f"conv_state_{i}", shape)
+    joined = g.op("Concat", [past, x], f"{node}/joined", axis=1)
+    weights = g.read(f"{path}.conv").astype(np.float32)
+    total = g.small(f"{path}.conv_bias") if bias else ""
+    for tap in range(width):
+        end = tap - width + 1 or np.iinfo(np.int64).max
+        rows = g.slice(joined, tap, end, 1, f"{node}/rows_{tap}")
+        weight = g.array(f"{path}.conv.{tap}", weights[:, tap])
+        product = g.op("Mul", [rows, weight], f"{node}/tap_{tap}")
+        total = g.op("Add", [total, product], f"{node}/sum_{tap}") if total else product
+    # The state after the last token that is not padding: rows valid_len .. valid_len + W-2.
+    rows = g.op("Add", [step.valid_column, g.const([list(range(width - 1))])], f"{node}/keep")
+    index = g.op("Unsqueeze", [rows, g.const([2])], f"{node}/keep_index")
+    present = g.output(f"present_conv_state_{i}", shape)
+    g.op("GatherND", [joined, index], f"{node}/state", outputs=[present], batch_dims=1)
+    return total
