@@ -152,9 +152,9 @@ class TaskGenerator:
     def text(self, num_tokens: int) -> Tokens:
         """`num_tokens` of running text from a random place (wraps at the end of the corpus)."""
         start = int(self.rng.integers(len(self.corpus)))
-        return np.take(self.corpus, np.arange(start, start + num_tokens), mode="wrap").astype(
-            np.int64
-        )
+        places = np.arange(start, start + num_tokens) % len(self.corpus)
+        tokens: Tokens = self.corpus[places].astype(np.int64)
+        return tokens
 
     def values(self, count: int) -> list[int]:
         return [int(v) for v in FIRST_VALUE + self.rng.integers(0, NUM_VALUES, count)]
@@ -166,7 +166,8 @@ class TaskGenerator:
         pieces = [np.array([BOS])]
         for piece, record in zip(np.split(filler, cuts)[:-1], records, strict=True):
             pieces += [piece, np.array(record)]
-        return np.concatenate([*pieces, filler[cuts[-1] :]]).astype(np.int64)
+        tokens: Tokens = np.concatenate([*pieces, filler[cuts[-1] :]]).astype(np.int64)
+        return tokens
 
     def facts(self, count: int) -> list[tuple[int, int, int]]:
         """`count` (key, key, value) triples with distinct key pairs."""
@@ -216,8 +217,8 @@ class TaskGenerator:
         span = FIRST_KEY + self.rng.integers(0, NUM_KEYS + NUM_VALUES, _SPAN_LENGTH)
         room = length - 1 - (_SPAN_LENGTH + 2)
         distance = int(self.rng.integers(0, min(_SPAN_MAX_DISTANCE, room + 1)))
-        pieces = [[BOS], self.text(room - distance), [SPAN], span, [EOS], self.text(distance)]
-        prefix = np.concatenate(pieces).astype(np.int64)
+        before, after = self.text(room - distance), self.text(distance)
+        prefix = np.concatenate([[BOS], before, [SPAN], span, [EOS], after]).astype(np.int64)
         return Sample("copy", prefix, (Question((COPY,), tuple(map(int, span))),))
 
     def _text(self, length: int) -> Sample:

@@ -4,14 +4,15 @@ From a default initialisation these tasks stay at chance for hundreds of steps; 
 that look one and two tokens back, retrieval is learned in a minute or two. Every linear layer gets
 
     head 0   key = the token before, query = this token: recalls what followed it   slow decay
-    head 1   the same over the two tokens before                                     slow decay
-    head 2   passes on the value of the token before                                 fast decay
-    head 3   passes on the value two tokens before                                   fast decay
+    head 1   the same over the two tokens before                                    slow decay
+    head 2   passes on the value of the token before                                fast decay
+    head 3   passes on the value two tokens before                                  fast decay
 
 and, if facts shall live in attention, each attention layer reads the residual so that its query
 matches this token (and the one before) with the token before (and the one before that) of every
 cached position: an induction head. It is post-norm here, so it reads the raw residual, to which
-heads 2 and 3 of its group's first linear layer write along fixed orthonormal directions.
+heads 2 and 3 of its group's first linear layer write along fixed orthonormal directions. If facts
+shall live in the linear state, attention starts almost flat instead.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ from torch import Tensor, nn
 
 from perf.train_tiny.model import Attention, AttentionLayer, GatedDeltaNet, LinearLayer, TinyHybrid
 
-DECAY_LENGTHS = (300.0, 1000.0, 4.0, 12.0)
-"""Initial decay length in tokens of heads 0-3."""
-_NORM_SCALE_Q = 2.0
+_SHIFT_DECAY_LENGTHS = (4.0, 12.0)
+_SHARP, _FLAT = 2.0, 0.5
+"""Initial scale of attention's normed queries: with and without induction heads."""
 _CONSTANT = 3.0
 """Value of residual feature 0, which opens the gates of the shift heads."""
 
 
 @torch.no_grad()
-def initialise(model: TinyHybrid, *, attention_retrieval: bool) -> None:
-    """Fills every parameter from torch's global generator, then plants the mimetic structure."""
+def initialise(
+    model: TinyHybrid, *, attention_retrieval: bool, memory_lengths: tuple[float, float]
+) -> None:
+    """Fills every parameter from torch's global generator, then plants the mimetic structure.
+
+    `memory_lengths` are the first decay lengths of heads 0 and 1, in tokens.
+    """
     _random(model)
     layers = list(model.model.layers)
     linear = [layer for layer in layers if isinstance(layer, LinearLayer)]
     for layer in linear:
-        _plant_memory(layer.linear_attn)
+        _plant_memory(layer.linear_attn, memory_lengths)
     if not attention_retrieval:
         for layer in layers:
             if isinstance(layer, AttentionLayer):
-                _match_query_to_key(layer.self_attn)
+                layer.self_attn.q_norm.weight.fill_(_FLAT)
         return
     model.model.embed_tokens.weight[:, 0] = _CONSTANT
     source = linear[0]
@@ -67,7 +73,7 @@ def _random(model: TinyHybrid) -> None:
     nn.init.normal_(model.lm_head.weight, std=0.02)
 
 
-def _plant_memory(mixer: GatedDeltaNet) -> None:
+def _plant_memory(mixer: GatedDeltaNet, memory_lengths: tuple[float, float]) -> None:
     mixer.q_proj.weight.copy_(mixer.k_proj.weight)
     nn.init.normal_(mixer.conv1d.weight, std=0.06)
     # Taps of each head as {lag: weight}, for q, k and v.
@@ -83,14 +89,8 @@ def _plant_memory(mixer: GatedDeltaNet) -> None:
             start = part * width + head * dim
             for lag, weight in lags.items():
                 mixer.conv1d.weight[start : start + dim, 0, -1 - lag] += weight
-    step = 1 / torch.tensor(DECAY_LENGTHS)
+    step = 1 / torch.tensor(memory_lengths + _SHIFT_DECAY_LENGTHS)
     mixer.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus⁻¹
-
-
-def _match_query_to_key(attention: Attention) -> None:
-    groups = attention.config.num_heads // attention.config.num_kv_heads
-    keys = attention.k_proj.weight.unflatten(0, (-1, attention.config.head_dim))
-    attention.q_proj.weight.copy_(keys.repeat_interleave(groups, 0).flatten(0, 1))
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
@@ -117,7 +117,7 @@ def _plant_induction(shift: GatedDeltaNet, attention: Attention) -> None:
     turn = _orthonormal(dim, dim)
     attention.k_proj.weight[head[0]] = one_back.T
     attention.k_proj.weight[head[1]] = one_back.T + turn @ two_back.T
-    attention.q_norm.weight.fill_(_NORM_SCALE_Q)
+    attention.q_norm.weight.fill_(_SHARP)
     groups = config.num_heads // config.num_kv_heads
     for h in range(config.num_heads):
         pair = h >= groups
