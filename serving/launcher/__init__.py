@@ -1,0 +1,1 @@
+"""Run a Triton server: start, watch, restart, stop, leave nothing behind."""
