@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from build import parity
 from build.checkpoint import Checkpoint, RandomWeights, Weights
 from build.graph import build_graph
+from build.repository import write_repository
 from build.store import ExternalWeights, atomic_directory
 from engine_configs.families.weights import Family
 from plugins.onnx_graph import OPSET
@@ -73,6 +74,7 @@ def convert(options: Options, progress: Progress) -> Bundle:
     with atomic_directory(options.output) as scratch:
         digest = write_graph(options, weights, scratch, progress)
         copy_tokenizer(options.checkpoint, scratch)
+        write_repository(scratch, {})
         manifest = new_manifest(options, digest, scratch)
         write_manifest(manifest, scratch)
         manifest |= check_parity(options, scratch, progress)
@@ -115,7 +117,7 @@ def new_manifest(options: Options, digest: str, scratch: Path) -> dict[str, Any]
         "opset": OPSET,
         "weights": "checkpoint" if options.checkpoint else f"random({options.seed})",
         "spec": options.family.spec.to_json(),
-        "files": {f.name: f.stat().st_size for f in sorted(scratch.iterdir())},
+        "files": {f.name: f.stat().st_size for f in sorted(scratch.iterdir()) if f.is_file()},
         "parity": {},
         "skipped": {},
     }

@@ -123,10 +123,13 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises RequestError, PromptTooLongError, OverloadedError."""
+    def submit(self, request: Request, stream: Stream | None = None) -> Stream:
+        """Queue a request; its events go to ``stream``, a new one unless given.
+
+        Raises RequestError, PromptTooLongError, OverloadedError.
+        """
         self._validate(request)
-        stream = Stream(request)
+        stream = stream or Stream(request)
         stream.usage.prompt_tokens = len(request.tokens)
         with self._wake:
             if self._stopping:
@@ -206,15 +209,15 @@ class Engine:
             made.append(token)
             usage.generated_tokens = len(made)
             if token in request.sampling.stop_tokens:
-                reason = "stop"
+                seq.stream.put(Finish("stop", usage))
+                break
+            if len(made) == request.sampling.max_tokens:
+                seq.stream.put(Token(token, log_prob), Finish("length", usage))
                 break
             seq.stream.put(Token(token, log_prob))
-            if len(made) == request.sampling.max_tokens:
-                reason = "length"
-                break
+        # The caller has its answer; whatever it sends next is served after this.
         context = np.concatenate([prompt, np.asarray(made[:-1], np.int32)])
         self._keep(seq, context[:fed], provenance)
-        seq.stream.put(Finish(reason, usage))
 
     def _find(self, seq: Sequence) -> Hit | None:
         """The prefix to start from, loaded into the slot; None = recompute everything."""

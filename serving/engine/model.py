@@ -126,13 +126,15 @@ def prefill_step(
 ) -> Step:
     """Tokens [T] of one sequence at positions start.. (B = 1).
 
-    A lone appended token is padded to two: kernels differ in the last bit between T = 1 and T > 1,
-    and only decode and the last prompt token may take the T = 1 path.
+    An odd number of appended tokens is padded to an even one: the attention kernel takes queries
+    in blocks of an even size, and a block of one query differs in the last bit from a longer one.
+    Only decode and the last prompt token may take the T = 1 path.
     """
     ids = np.asarray(tokens, np.int64)[None]
     valid = None
-    if append and ids.shape[1] == 1:
-        ids, valid = np.repeat(ids, 2, axis=1), np.array([1], np.int64)
+    if append and ids.shape[1] % 2:
+        valid = np.array([ids.shape[1]], np.int64)
+        ids = np.pad(ids, ((0, 0), (0, 1)), mode="edge")
     count = ids.shape[1]
     positions = np.arange(start, start + count, dtype=np.int64)[None]
     rows = np.asarray(logits, np.int64)

@@ -39,7 +39,8 @@ Tokens = NDArray[np.int32]
 class CacheIndex(Protocol):
     """The calls of ``PrefixCache`` the engine makes, in process or over an RPC."""
 
-    arena: Arena
+    @property
+    def arena(self) -> Arena: ...
 
     def match(self, key: CacheKey, tokens: Tokens, *, exact_only: bool) -> Match: ...
 

@@ -123,8 +123,10 @@ class Stream:
     cancelled: bool = False
     _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
 
-    def put(self, event: Event) -> None:
-        self._events.put(event)
+    def put(self, *events: Event) -> None:
+        """Events that belong together: a transport may send them as one message."""
+        for event in events:
+            self._events.put(event)
 
     def cancel(self) -> None:
         """Give the request up: its slot, blocks and pins return within one step."""

@@ -1,0 +1,1 @@
+"""Triton models: copied into a bundle by the conversion."""

@@ -1,0 +1,185 @@
+"""The engine as a Triton model: token ids in, token ids out as they are made.
+
+Errors travel as data (``result``): an error response to a decoupled caller inside the server is
+lost on some server versions and leaves the caller waiting for ever. Callers inside the server are
+never told of a client's disconnect either, so they send ``op = cancel``.
+"""
+
+import dataclasses
+import json
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
+
+import numpy as np
+
+from engine_configs.errors import CancelledError, HybridServeError, OverloadedError, RequestError
+from serving import triton_edge as edge
+from serving.deploy import bundle_path, from_parameters
+from serving.engine.bundle import Bundle
+from serving.engine.engine import Engine, EngineConfig
+from serving.engine.metrics import EngineMetrics
+from serving.engine.model import Model
+from serving.engine.prefix import Prefixes
+from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
+from serving.prefix_cache.planner import ReplayMode, ReplayRequest
+from serving.prefix_cache.rpc import Call, RemoteIndex, Reply
+
+LOAD_SECONDS = 0.5
+_CODES: dict[type[Exception], str] = {
+    OverloadedError: "UNAVAILABLE",
+    CancelledError: "CANCELLED",
+    RequestError: "INVALID_ARG",
+}
+Events = queue.SimpleQueue["tuple[Outbox, tuple[Event, ...]] | None"]
+
+
+@dataclasses.dataclass(eq=False)
+class Outbox(Stream):
+    """A stream whose events go to the pump with the response sender they belong to."""
+
+    sender: Any = None
+    pump: "Events" = dataclasses.field(default_factory=queue.SimpleQueue)
+    name: str = ""
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+
+    def put(self, *events: Event) -> None:
+        self.pump.put((self, events))
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        bundle = Bundle.open(bundle_path(__file__))
+        config = from_parameters(EngineConfig, args)
+        model = Model(bundle, config.threads)
+        self.engine = Engine(model, config, Prefixes(bundle.digest, RemoteIndex(send)))
+        self.metrics = EngineMetrics(edge.Metrics())
+        self.open: dict[str, Outbox] = {}
+        self.events: Events = queue.SimpleQueue()
+        self.pump = threading.Thread(target=self.run_pump, name="pump", daemon=True)
+        self.pump.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self.admit(request, sender)
+            except Exception as e:
+                self.refuse(sender, e)
+
+    def admit(self, request: Any, sender: Any) -> None:
+        args = json.loads(edge.text(request, "args") or "{}")
+        if edge.text(request, "op") == "cancel":
+            if stream := self.open.get(args["id"]):
+                stream.cancel()
+            sender.send(flags=edge.FINAL)
+            return
+        tokens = edge.array(request, "tokens")
+        if tokens is None:
+            raise RequestError("tokens is missing")
+        wanted = Request(
+            tokens.astype(np.int32),
+            SamplingParams(**{**args["sampling"], **_tuples(args["sampling"])}),
+            ReplayRequest(ReplayMode(args["replay"][0]), args["replay"][1]),
+            args["cache_salt"],
+        )
+        stream = Outbox(wanted, sender=sender, pump=self.events, name=args["id"])
+        self.open[stream.name] = stream
+        try:
+            self.engine.submit(wanted, stream)
+        except HybridServeError:
+            del self.open[stream.name]
+            raise
+
+    def refuse(self, sender: Any, error: Exception) -> None:
+        self.metrics.outcome("refused")
+        sender.send(edge.response([_result(_error(error))]), flags=edge.FINAL)
+
+    def run_pump(self) -> None:
+        """Send events; what has queued up for one stream leaves as one response."""
+        while True:
+            try:
+                batch = [self.events.get(timeout=LOAD_SECONDS)]
+                while not self.events.empty():
+                    batch.append(self.events.get())
+            except queue.Empty:
+                self.metrics.load(self.engine.load())
+                continue
+            grouped: dict[Outbox, list[Event]] = {}
+            for item in batch:
+                if item is None:
+                    return
+                stream, events = item
+                grouped.setdefault(stream, []).extend(events)
+            for stream, together in grouped.items():
+                try:
+                    self.send(stream, together)
+                except Exception as e:
+                    edge.internal_error(e)
+
+    def send(self, stream: Outbox, events: list[Event]) -> None:
+        last = events[-1]
+        tokens = [e for e in events if isinstance(e, Token)]
+        outputs = []
+        if tokens:
+            outputs.append(edge.tensor("token_ids", "INT64", [t.token_id for t in tokens]))
+            if stream.request.sampling.log_probs:
+                outputs.append(edge.tensor("log_probs", "FP32", [t.log_prob for t in tokens]))
+        if len(tokens) == len(events):
+            stream.sender.send(edge.response(outputs))
+            return
+        assert not isinstance(last, Token)
+        result: dict[str, Any]
+        if isinstance(last, Finish):
+            result = {"reason": last.reason, **last.usage.to_dict()}
+            cancelled = last.reason == "cancelled"
+            self.metrics.outcome("cancelled" if cancelled else "ok")
+            if not cancelled:
+                self.metrics.finished(last.usage, time.monotonic() - stream.submitted)
+        else:
+            result = _error(last)
+            self.metrics.outcome("error")
+        del self.open[stream.name]
+        stream.sender.send(edge.response([*outputs, _result(result)]), flags=edge.FINAL)
+
+    def finalize(self) -> None:
+        self.engine.close()
+        self.events.put(None)
+        self.pump.join(timeout=5)
+
+
+def send(call: Call) -> Reply:
+    """One call to the prefix_cache model."""
+    inputs = [edge.tensor("call", "STRING", call.text)]
+    if len(call.tokens):
+        inputs.append(edge.tensor("tokens", "INT64", call.tokens))
+    response = edge.infer("prefix_cache", inputs, ["reply", "blocks", "generations"])
+    if response.has_error():
+        raise RuntimeError(response.error().message())
+    blocks, generations = (edge.array(response, n) for n in ("blocks", "generations"))
+    assert blocks is not None
+    assert generations is not None
+    return Reply(edge.text(response, "reply") or "", blocks, generations)
+
+
+def _tuples(sampling: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "stop_tokens": tuple(sampling["stop_tokens"]),
+        "bad_tokens": tuple(tuple(b) for b in sampling["bad_tokens"]),
+    }
+
+
+def _result(result: dict[str, Any]) -> Any:
+    return edge.tensor("result", "STRING", json.dumps(result))
+
+
+def _error(error: Exception) -> dict[str, str]:
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return {"error": str(error), "code": code}
+    return {"error": edge.internal_error(error), "code": "INTERNAL"}
