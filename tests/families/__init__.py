@@ -1,0 +1,1 @@
+"""Every family against transformers on tiny random models."""

@@ -1,0 +1,89 @@
+"""Tiny random models, at least one of each family, and how they are made to remember.
+
+The vocabulary differs from the width of every projection, so that no test can pass by a matrix
+taken for another of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 331
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class Case:
+    """``config`` builds the transformers config; ``limit``: max abs logit error allowed in fp32."""
+
+    family: str
+    config: Callable[[], Any]
+    limit: float = 2e-4
+    # Rewrites the saved config.json, for spellings that only released checkpoints have.
+    respell: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+def _config(name: str, **values: Any) -> Callable[[], Any]:
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return lambda: getattr(transformers, name)(**{**common, **values})
+
+
+_GDN = {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_QWEN = {**_GDN, "head_dim": 32, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}  # fmt: skip
+_QWEN_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
+
+CASES: dict[str, Case] = {
+    "olmo_hybrid_nope": Case(
+        "olmo_hybrid",
+        _config("OlmoHybridConfig", **_GDN, rope_parameters={"rope_type": "default"}),
+    ),
+    "olmo_hybrid_rope": Case("olmo_hybrid", _config("OlmoHybridConfig", **_GDN)),
+}
+
+
+def build(case: Case, seed: int = 0) -> Any:
+    """The model in fp32, every vector and the decays drawn anew."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(case.config()).float().eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf == "A_log":  # -log decay of 1e-4 .. 1e-1 a token: 10 to 10,000 tokens
+                rates = torch.logspace(-4, -1, tensor.numel())
+                tensor.copy_(rates.log().reshape(tensor.shape))
+            elif leaf == "dt_bias":
+                tensor.fill_(0.5413)  # softplus(0.5413) = 1
+            elif leaf == "e_score_correction_bias" or (
+                tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)
+            ):
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    return model

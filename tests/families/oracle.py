@@ -1,0 +1,54 @@
+"""What transformers computes: plain logits, and logits after a tail replay.
+
+In the replay the queries of the last r tokens read the exact cached K/V, their own new K/V are
+ignored, and every linear state starts from zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import DynamicCache
+
+Ids = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+
+def logits(model: Any, ids: Ids, cache: Any = None) -> Logits:
+    """[T, V] of ids [T], continuing ``cache`` where given."""
+    with torch.no_grad():
+        out = model(torch.from_numpy(ids)[None], cache=cache, use_cache=cache is not None)
+    return np.asarray(out.logits[0].numpy())
+
+
+def replayed_logits(model: Any, ids: Ids, hit_len: int, replayed: int) -> Logits:
+    """Logits [len(ids) - hit_len, V] after a hit of ``hit_len`` and a replay of its tail."""
+    full = new_cache(model)
+    logits(model, ids[:hit_len], full)
+    tail = new_cache(model)
+    start = hit_len - replayed
+    for i, layer in enumerate(tail.layers):
+        source = full.layers[i] if i < len(full.layers) else None
+        if getattr(source, "keys", None) is not None:
+            _hold(layer, source, start)
+    logits(model, ids[start:hit_len], tail)
+    for layer in tail.layers:
+        layer.__dict__.pop("update", None)
+        layer.__dict__.pop("get_seq_length", None)
+    return logits(model, ids[hit_len:], tail)
+
+
+def new_cache(model: Any) -> Any:
+    return DynamicCache(config=model.config)
+
+
+def _hold(layer: Any, source: Any, start: int) -> None:
+    """Let ``layer`` answer with all of ``source``'s K/V to queries that follow ``start``."""
+    layer.keys, layer.values = source.keys.clone(), source.values.clone()
+    layer.device, layer.dtype = source.keys.device, source.keys.dtype
+    layer.is_initialized = True
+    layer.get_seq_length = lambda: start
+    layer.update = lambda *_, **__: (layer.keys, layer.values)
