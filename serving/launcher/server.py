@@ -84,7 +84,7 @@ class Server:
         self._log = tempfile.TemporaryFile("a+b", prefix="hybrid-serve-")  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: dict[int, str] = {}
-        self._stopping, self._ended = threading.Event(), threading.Event()
+        self._ready, self._stopping, self._ended = (threading.Event() for _ in range(3))
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
     @property
@@ -95,6 +95,11 @@ class Server:
     def stub_pids(self) -> dict[str, int]:
         """Model name -> pid of its stub (the last one, should a model have several instances)."""
         return {model: pid for pid, model in residue.find_stubs(self.run_id).items()}
+
+    @property
+    def ready(self) -> bool:
+        """All models loaded and every stub alive, as far as the last look of the supervisor."""
+        return self._ready.is_set()
 
     def start(self) -> None:
         """Returns when all models are ready; what raises (LaunchError, Stopped) leaves nothing."""
@@ -163,6 +168,7 @@ class Server:
         self._stubs = residue.find_stubs(self.run_id)
         if self.options.ready_file is not None:
             self._write_ready_file(self.options.ready_file)
+        self._ready.set()
         self._on_ready(self)
 
     def _write_ready_file(self, path: Path) -> None:
@@ -250,6 +256,7 @@ class Server:
 
     def _clear(self) -> None:
         """No process and no file of the current run is left."""
+        self._ready.clear()
         if self.options.ready_file is not None:
             self.options.ready_file.unlink(missing_ok=True)
         if self._process is not None and self._process.poll() is None:
