@@ -9,12 +9,17 @@ Metadata lives in one process (``PrefixCache``), bulk data in one memory-mapped 
     if good < plan.hit_len: cache.report_corrupt(match.lease, block=good // block_size) -> miss
     arena.read_state(plan.state.slot, plan.state.generation, states)       # plan.state, if any
     ... replay, compute ...
-    res = cache.reserve(key, tokens, provenance=plan.provenance, state_positions=(n - 1, end))
+    res = cache.reserve(
+        key, tokens, provenance=plan.provenance, state_positions=(match.hit_len, n - 1, end)
+    )
     arena.write_blocks(res.blocks, res.generations, res.start, res.end, kv)
     arena.write_state(ref.slot, ref.generation, states)   # for ref in res.states
     cache.publish(res.lease)                              # or abort(res.lease)
     cache.release(match.lease)
 
+A state at ``match.hit_len``, where the prompt left a cached one, is worth its slot: the next
+prompt that branches there finds an exact state (on the workload of ``perf.cache`` exact hits
+rise from .68 to .75 of all tokens).
 ``kv`` lists one array [H, C, d] for each array of ``ArenaLayout.block``, rows = tokens from 0.
 
 PrefixCache(config, arena, clock=time.monotonic)

@@ -32,6 +32,8 @@ from serving.prefix_cache.pool import Pool
 from serving.prefix_cache.states import StateStore
 from serving.prefix_cache.tree import NO_BLOCKS, Node, RadixTree, StateRecord
 
+SPARE_SHARE = 256
+
 
 @dataclass(slots=True)
 class Draft:
@@ -194,7 +196,8 @@ class PrefixCache:
         first = start // self.block_size
         need = -(-length // self.block_size) - first
         if need > self.blocks.free:
-            self.evict(need - self.blocks.free)
+            # a little more than needed, so that not every request has to evict
+            self.evict(max(need - self.blocks.free, self.blocks.size // SPARE_SHARE))
         blocks = self.blocks.allocate(need)
         end = min(length, (first + len(blocks)) * self.block_size)
         if end <= start:

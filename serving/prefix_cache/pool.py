@@ -25,6 +25,7 @@ class Pool:
         self.issued: Words = np.zeros(self.size, np.uint64)
         self._stack: Ids = np.arange(self.size, dtype=np.int64)
         self.free = self.size
+        self._generation = 0
         self.retired: deque[tuple[int, Ids]] = deque()
 
     def allocate(self, wanted: int) -> Ids:
@@ -32,9 +33,9 @@ class Pool:
         count = min(wanted, self.free)
         ids: Ids = self._stack[self.free - count : self.free].copy()
         self.free -= count
-        generations = self.issued[ids] + np.uint64(2)
-        self.issued[ids] = generations
-        self.words[ids] = generations - np.uint64(1)
+        self._generation += 2  # never used before by any slot, so never taken for another
+        self.issued[ids] = self._generation
+        self.words[ids] = self._generation - 1
         self.refs[ids] = 1
         return ids
 
@@ -53,13 +54,11 @@ class Pool:
         return len(dead)
 
     def unref_all(self, runs: list[Ids]) -> int:
-        """As unref for each of ``runs``, in one go; an id may be in several of them."""
-        ids = np.concatenate(runs)
-        np.subtract.at(self.refs, ids, 1)
-        dead = np.unique(ids[self.refs[ids] == 0])
-        self._stack[self.free : self.free + len(dead)] = dead
-        self.free += len(dead)
-        return len(dead)
+        """As unref for each of ``runs``, in one go where no id is in several of them."""
+        ids = np.sort(np.concatenate(runs), kind="stable")
+        if (ids[1:] == ids[:-1]).any():
+            return sum([self.unref(run) for run in runs])
+        return self.unref(ids)
 
     def retire(self, ids: Ids, last_lease: int) -> None:
         """Drop one reference on each, but not before all leases up to ``last_lease`` ended."""

@@ -81,7 +81,7 @@ class RadixTree:
         self.lose_state = lose_state  # told of each state whose path is going
         self.roots: dict[bytes, Node] = {}
         self.leaves: OrderedDict[Node, None] = OrderedDict()
-        self.ghosts: dict[tuple[int | bytes, bytes], None] = {}
+        self.ghosts: OrderedDict[tuple[int | bytes, bytes], None] = OrderedDict()
         self.clock = 0
         self._uid = 0
 
@@ -295,7 +295,7 @@ class RadixTree:
         assert parent is not None
         self.ghosts[parent.uid, token] = None
         if len(self.ghosts) > self.max_ghosts:
-            del self.ghosts[next(iter(self.ghosts))]
+            self.ghosts.popitem(last=False)
 
     def _lose_states(self, node: Node, end: int) -> None:
         if node.states:
