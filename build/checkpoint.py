@@ -41,9 +41,9 @@ class Checkpoint:
         if index.exists():
             try:
                 files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as e:
+                missing = [f for f in files if not (self.path / f).is_file()]
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
                 raise CheckpointError(f"not an index: {e!r}", where=str(index)) from None
-            missing = [f for f in files if not (self.path / f).is_file()]
             if missing:
                 raise CheckpointError(
                     f"missing {len(missing)} of {len(files)} shards: {', '.join(missing)}",
@@ -73,9 +73,12 @@ class Checkpoint:
         return str(self._files[self._where[name]].get_slice(name).get_dtype())
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor in fp32."""
+        """One tensor in fp32. Raises CheckpointError where it is not finite."""
         tensor = self._files[self._where[name]].get_tensor(name)
-        return cast(NDArray[np.float32], np.ascontiguousarray(tensor.float().numpy()))
+        array = cast(NDArray[np.float32], np.ascontiguousarray(tensor.float().numpy()))
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{name} is not finite in fp32", where=str(self.path))
+        return array
 
 
 def _open(file: Path) -> Any:

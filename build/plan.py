@@ -17,7 +17,7 @@ def checkpoint_cost_tokens(spec: HybridSpec, bytes_per_value: int) -> float:
 
 
 def tokens_that_fit(spec: HybridSpec, memory_bytes: float, bytes_per_value: int) -> int:
-    """Tokens of one sequence's KV that fit beside weights and one state."""
+    """Tokens of KV that fit beside weights and one state."""
     left = memory_bytes - spec.num_parameters() * bytes_per_value
     left -= spec.state_bytes(bytes_per_value)
     return max(0, int(left // max(1, spec.kv_bytes_per_token(bytes_per_value))))
@@ -46,7 +46,7 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
             bytes_text(spec.kv_bytes_per_token(size)),
             bytes_text(spec.state_bytes(size)),
             f"{checkpoint_cost_tokens(spec, size):,.0f} tokens of KV",
-            f"{min(spec.max_position, tokens_that_fit(spec, memory_gib * 2**30, size)):,}",
+            f"{tokens_that_fit(spec, memory_gib * 2**30, size):,}",
         ]
         for row, cell in zip(rows.values(), cells, strict=True):
             row.append(cell)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import onnx
 from onnx import AttributeProto, helper
 
+from engine_configs.errors import ConversionError
 from plugins.onnx_graph import DOMAIN, ORT_DOMAIN, Nodes, function, pass_attributes
 
 NAME = "CompressedSparseAttention"
@@ -50,9 +51,22 @@ def compressed_sparse_attention(
     head_dim: int,
     scale: float,
 ) -> str:
-    """Add the op (dense); returns o [B, T, Hq*dv]. ``inputs`` are the first eight of the op."""
+    """Add the op (dense); returns o [B, T, Hq*dv]. ``inputs`` are the first eight of the op.
+
+    Raises ConversionError for head sizes that the body's kernel does not take.
+    """
+    if num_heads % num_kv_heads:
+        raise ConversionError(
+            f"{num_heads} heads cannot share {num_kv_heads} K/V heads", where=path
+        )
     if g.lowering == "standard":
         return _attention(g, path, inputs, present, num_heads, num_kv_heads, head_dim, scale)
+    if head_dim % 8:
+        raise ConversionError(
+            f"head_dim is {head_dim}, ONNX Runtime's attention takes multiples of 8",
+            where=path,
+            fix="Use --lowering standard",
+        )
     g.functions[NAME] = body()
     o, *_ = g.op(
         NAME,
