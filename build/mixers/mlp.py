@@ -54,7 +54,8 @@ def moe(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Moe, x: str) ->
     if m.shared:
         shared = mlp(g, step, i, f"{path}.shared", m.shared, rows)
         if m.shared_gate:
-            gate = g.op("Sigmoid", [g.linear(rows, f"{path}.shared_gate")], f"{node}/shared_gate")
+            gate = g.linear(rows, f"{path}.shared_gate")
+            gate = g.op("Sigmoid", [gate], f"{node}/shared_gate/sigmoid")
             shared = g.op("Mul", [shared, gate], f"{node}/shared_gated")
         total = g.op("Add", [total, shared], f"{node}/with_shared")
     return str(g.op("Reshape", [total, g.op("Shape", [x], f"{node}/shape")], node))

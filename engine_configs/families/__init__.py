@@ -8,10 +8,22 @@ from pathlib import Path
 from engine_configs.errors import UnsupportedModelError
 from engine_configs.families.config import ConfigReader
 from engine_configs.families.olmo_hybrid import olmo_hybrid
+from engine_configs.families.qwen import (
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+    qwen3_next,
+)
 from engine_configs.families.weights import Family
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "olmo_hybrid": olmo_hybrid,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
+    "qwen3_5_text": qwen3_5_text,
+    "qwen3_next": qwen3_next,
 }
 
 

@@ -40,6 +40,10 @@ IRRELEVANT = frozenset(
     ]
 )
 
+# Names of layer kinds, and older names for them.
+_LAYER_TYPES = ("full_attention", "linear_attention")
+_LEGACY = {"attention": "full_attention", "mamba": "linear_attention"}
+
 
 class ConfigReader:
     """Takes keys one by one; ``finish`` raises on any key that no one took.
@@ -50,6 +54,7 @@ class ConfigReader:
     def __init__(self, data: dict[str, Any], where: str) -> None:
         self.data, self.where = data, where
         self._taken: set[str] = set()
+        self._children: list[ConfigReader] = []
 
     @classmethod
     def from_dir(cls, path: Path) -> ConfigReader:
@@ -101,12 +106,30 @@ class ConfigReader:
                 where=self.where,
                 fix="It may change what the model computes, so it is not ignored",
             )
+        for child in self._children:
+            child.finish()
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int) if default is None else self.take(key, int, default)
         if value <= 0:
             raise ConfigError(f"key {key!r} is {value}, expected > 0", where=self.where)
         return value
+
+    def child(self, key: str) -> ConfigReader:
+        """The object under ``key``, with the same rules; its keys are checked by this reader."""
+        reader = ConfigReader(self.take(key, dict), f"{self.where}: {key}")
+        self._children.append(reader)
+        return reader
+
+    def layer_types(self, count: int, default: list[str], key: str = "layer_types") -> list[str]:
+        """The kind of each layer in the current spelling."""
+        types = [_LEGACY.get(t, t) for t in self.take(key, list, default)]
+        if len(types) != count:
+            raise ConfigError(f"{key} has {len(types)} entries, not {count}", where=self.where)
+        for i, kind in enumerate(types):
+            if kind not in default and kind not in _LAYER_TYPES:
+                raise ConfigError(f"{key}[{i}] is {kind!r}", where=self.where)
+        return types
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self.data.get(key)

@@ -24,6 +24,7 @@ class Case:
     family: str
     config: Callable[[], Any]
     limit: float = 2e-4
+    auto_class: str = "AutoModelForCausalLM"
     # Rewrites the saved config.json, for spellings that only released checkpoints have.
     respell: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
@@ -42,6 +43,14 @@ def _config(name: str, **values: Any) -> Callable[[], Any]:
         "eos_token_id": 2,
     }
     return lambda: getattr(transformers, name)(**{**common, **values})
+
+
+def _vision_language(name: str, **text: Any) -> Callable[[], Any]:
+    """A Qwen3.5 that can also see; only its text model is ours."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40}
+    values = _config(f"{name}TextConfig", **text)().to_dict()
+    config = getattr(transformers, f"{name}Config")
+    return lambda: config(text_config=values, vision_config={**vision, "out_hidden_size": 64})
 
 
 _GDN = {
@@ -67,13 +76,30 @@ CASES: dict[str, Case] = {
         _config("OlmoHybridConfig", **_GDN, rope_parameters={"rope_type": "default"}),
     ),
     "olmo_hybrid_rope": Case("olmo_hybrid", _config("OlmoHybridConfig", **_GDN)),
+    "qwen3_5_text": Case("qwen3_5_text", _config("Qwen3_5TextConfig", **_QWEN)),
+    "qwen3_next": Case(
+        "qwen3_next", _config("Qwen3NextConfig", **_QWEN, **_QWEN_MOE, mlp_only_layers=[1])
+    ),
+    "qwen3_5_moe_text": Case(
+        "qwen3_5_moe_text", _config("Qwen3_5MoeTextConfig", **_QWEN, **_QWEN_MOE)
+    ),
+    "qwen3_5": Case(
+        "qwen3_5",
+        _vision_language("Qwen3_5", **_QWEN),
+        auto_class="AutoModelForImageTextToText",
+    ),
+    "qwen3_5_moe": Case(
+        "qwen3_5_moe",
+        _vision_language("Qwen3_5Moe", **_QWEN, **_QWEN_MOE),
+        auto_class="AutoModelForImageTextToText",
+    ),
 }
 
 
 def build(case: Case, seed: int = 0) -> Any:
     """The model in fp32, every vector and the decays drawn anew."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(case.config()).float().eval()
+    model = getattr(transformers, case.auto_class).from_config(case.config()).float().eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             leaf = name.rsplit(".", 1)[-1]
