@@ -7,14 +7,16 @@ from pathlib import Path
 from build.hub import find_checkpoint
 from build.pipeline import Options, Silent, convert
 from engine_configs.errors import BundleError
-from engine_configs.names import find_model
+from engine_configs.names import NamedModel, find_model
 from serving.engine.bundle import Bundle
 
-ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
+ROOT = Path(__file__).resolve().parent.parent
+ARTIFACTS = ROOT / "artifacts"
+PACKAGES = ("build", "engine_configs", "plugins", "serving")
 
 
 def bundle_of(name: str, artifacts: Path = ARTIFACTS) -> Bundle:
-    """``artifacts/<name>``; converted (again) where it is missing or older than its weights.
+    """``artifacts/<name>``; converted (again) where it is missing or older than its sources.
 
     Raises UnsupportedModelError, CheckpointError, ParityError.
     """
@@ -23,9 +25,7 @@ def bundle_of(name: str, artifacts: Path = ARTIFACTS) -> Bundle:
         bundle = Bundle.open(target)
     except BundleError:
         bundle = None
-    weights = model.checkpoint / "model.safetensors" if model.checkpoint else None
-    stale = weights and bundle and weights.stat().st_mtime > bundle.model_file.stat().st_mtime
-    if bundle is not None and not stale:
+    if bundle is not None and bundle.manifest_file.stat().st_mtime > _newest_source(model):
         return bundle
     checkpoint = model.checkpoint or find_checkpoint(model)
     if checkpoint is None:
@@ -35,3 +35,10 @@ def bundle_of(name: str, artifacts: Path = ARTIFACTS) -> Bundle:
             fix=f"Run convert.py --model {name} --random-weights 0",
         )
     return convert(Options(name, model.family(), checkpoint, target), Silent())
+
+
+def _newest_source(model: NamedModel) -> float:
+    """When the weights or the code that converts and serves them last changed."""
+    code = [f for package in PACKAGES for f in (ROOT / package).rglob("*.py")]
+    weights = list(model.checkpoint.glob("*")) if model.checkpoint else []
+    return max(f.stat().st_mtime for f in [*code, *weights])

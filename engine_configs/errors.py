@@ -12,6 +12,7 @@ HybridServeError
 │   └── ReplayRefusedError  the asked replay would not be what the caller expects
 ├── LaunchError          the Triton server is not there, does not start, or does not stay up
 ├── OverloadedError      admission is full; try again later
+├── ServerError          a server answered with an error, or not at all (client side)
 ├── CancelledError       the caller gave the request up
 └── CacheError           the prefix cache could not do it; the engine recomputes
 """
@@ -70,6 +71,10 @@ class LaunchError(HybridServeError):
 
 class OverloadedError(HybridServeError):
     """Admission is full; try again later."""
+
+
+class ServerError(HybridServeError):
+    """A server answered with an error, or not at all (client side)."""
 
 
 class CancelledError(HybridServeError):

@@ -53,6 +53,10 @@ class Bundle:
         return cls(path, spec, manifest)
 
     @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
     def model_file(self) -> Path:
         return self.path / "model.onnx"
 
