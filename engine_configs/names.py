@@ -62,4 +62,11 @@ def _read(file: Path) -> NamedModel:
             raise ConfigError(f"unknown key {key!r} (value {data[key]!r})", where=str(file))
     for key in sorted(known - set(data)):
         raise ConfigError(f"key {key!r} is missing", where=str(file))
-    return NamedModel(file.stem, data["hub_id"], data["config"])
+    return NamedModel(file.stem, data["hub_id"], _with_nulls(data["config"]))
+
+
+def _with_nulls(value: Any) -> Any:
+    """TOML has no null: the string "null" stands for it."""
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    return None if value == "null" else value

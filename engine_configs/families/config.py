@@ -142,15 +142,15 @@ class ConfigReader:
     ) -> Rope | None:
         """``rope_parameters``, or the older ``rope_theta``.
 
-        As transformers reads them: an absent or null entry means ``default_theta``, a null
-        ``rope_theta`` inside it means no RoPE at all.
+        As transformers reads them: an absent entry or ``rope_theta`` means ``default_theta``, a
+        null ``rope_theta`` inside ``rope_parameters`` means no RoPE at all.
         """
         self._taken.update(("rope_parameters", "rope_theta", "rope_scaling"))
         parameters = self.data.get("rope_parameters")
         if parameters is None:
             parameters = {"rope_theta": self.data.get("rope_theta") or default_theta}
             parameters |= self.data.get("rope_scaling") or {}
-        theta = parameters.get("rope_theta")
+        theta = parameters.get("rope_theta", default_theta)
         if theta is None:
             return None
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))

@@ -73,9 +73,20 @@ _QWEN_MOE = {
 CASES: dict[str, Case] = {
     "olmo_hybrid_nope": Case(
         "olmo_hybrid",
-        _config("OlmoHybridConfig", **_GDN, rope_parameters={"rope_type": "default"}),
+        _config(
+            "OlmoHybridConfig",
+            **_GDN,
+            rope_parameters={"rope_type": "default", "rope_theta": None},
+        ),
     ),
-    "olmo_hybrid_rope": Case("olmo_hybrid", _config("OlmoHybridConfig", **_GDN)),
+    "olmo_hybrid_rope": Case(
+        "olmo_hybrid",
+        _config(
+            "OlmoHybridConfig",
+            **_GDN,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    ),
     "qwen3_5_text": Case("qwen3_5_text", _config("Qwen3_5TextConfig", **_QWEN)),
     "qwen3_next": Case(
         "qwen3_next", _config("Qwen3NextConfig", **_QWEN, **_QWEN_MOE, mlp_only_layers=[1])

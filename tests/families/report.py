@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
 from tests.families.cases import CASES
 from tests.families.subject import Subject, errors
 
@@ -33,4 +34,4 @@ def table() -> Table:
 
 
 if __name__ == "__main__":
-    Console().print(table())
+    Console(width=110).print(table())
