@@ -67,6 +67,8 @@ def test_exact_requests_among_approximate_ones_see_no_derived_block(lab: Lab, so
     for turn in range(12):
         exact = turn % 4 == 3
         tokens = turns(prompt(150), answers, turn)
+        if not exact:  # part ways where no state lies
+            tokens = np.concatenate([tokens[: len(tokens) * 2 // 3], question(20 + turn)])
         request = Request(tokens, greedy(6), ReplayRequest() if exact else RATIO)
         stream = engine.submit(request)
         got = answer(stream)
