@@ -12,7 +12,7 @@ from serving.prefix_cache import arena, contract, pool, tree
 from tests.serving.prefix_cache.machine import BLOCK, CacheMachine
 
 SETTINGS = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
