@@ -60,8 +60,8 @@ class EngineConfig:
         for name in ("max_seq_len", "max_batch", "slot_bytes", "chunk", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}, must be >= 1", where="engine")
-        if self.chunk < 2:
-            raise ConfigError(f"chunk = {self.chunk}, must be >= 2", where="engine")
+        if self.chunk % 2:
+            raise ConfigError(f"chunk = {self.chunk}, must be even", where="engine")
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ class Engine:
             yield Wait(leader)
         if hit := self._find(seq):
             start, hit_len, provenance = hit.plan.start, hit.plan.hit_len, hit.plan.provenance
-            if start + 1 == hit_len and provenance.exact:
-                hit_len = start  # a lone token is appended again: see prefill_step
-        for low, high in _chunks(start, hit_len, self.config.chunk):
+            if provenance.exact:  # an odd last token is appended again: see prefill_step
+                hit_len -= (hit_len - start) % 2
+        for low, high in _chunks(start, hit_len, self.config.chunk, origin=start):
             yield Prefill(low, high, append=False)
-        for low, high in _chunks(hit_len, count - 1, self.config.chunk):
+        for low, high in _chunks(hit_len, count - 1, self.config.chunk, origin=0):
             yield Prefill(low, high, append=True)
         self._keep(seq, prompt[:-1], provenance)
         seq.filling = False
@@ -387,14 +387,11 @@ def _slot_classes(model: Model, config: EngineConfig, longest: int) -> list[Slot
     return classes
 
 
-def _chunks(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at absolute multiples of ``size``; no piece but the whole is one token."""
-    cuts = [start, *range((start // size + 1) * size, end, size), end]
-    if start >= end:
-        return
-    inner = [c for c in cuts[1:-1] if c - start > 1 and end - c > 1]
-    cuts = [start, *inner, end]
-    yield from pairwise(cuts)
+def _chunks(start: int, end: int, size: int, origin: int) -> Iterator[tuple[int, int]]:
+    """[start, end) cut wherever the distance to ``origin`` is a multiple of ``size``."""
+    if start < end:
+        first = start + size - (start - origin) % size
+        yield from pairwise([start, *range(first, end, size), end])
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

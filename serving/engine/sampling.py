@@ -55,23 +55,28 @@ class Sampler:
                 scores[bad[-1]] = -np.inf
 
     def _pick(self, scores: Row) -> int:
-        p = self.params
-        if p.temperature == 0.0 or p.top_k == 1:
+        if self.params.temperature == 0.0 or self.params.top_k == 1:
             return int(scores.argmax())
-        # The top one at 0 first: no temperature, however small, overflows it.
-        weights = np.exp((scores.astype(np.float64) - scores.max()) / p.temperature)
-        kept = np.arange(len(weights))
-        if 0 < p.top_k < len(weights):
-            kept = np.argpartition(weights, -p.top_k)[-p.top_k :]
-        if p.top_p < 1.0:
-            # What is lighter than an even share of the rest cannot be needed: do not sort it.
-            total = weights[kept].sum()
-            kept = kept[weights[kept] * len(kept) >= (1.0 - p.top_p) * total]
-            kept = kept[np.argsort(-weights[kept], kind="stable")]
-            kept = kept[: int(weights[kept].cumsum().searchsorted(p.top_p * total)) + 1]
-        mass = weights[kept].cumsum()
+        kept, weights = shortlist(scores, self.params)
+        mass = weights.cumsum()
         at = int(mass.searchsorted(self._random.random() * mass[-1], side="right"))
         return int(kept[min(at, len(kept) - 1)])
+
+
+def shortlist(scores: Row, p: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens that top-k, then top-p leave, and their weights (a multiple of probabilities)."""
+    # The top one at 0 first: no temperature, however small, overflows it.
+    weights = np.exp((scores.astype(np.float64) - scores.max()) / p.temperature)
+    kept = np.arange(len(weights))
+    if 0 < p.top_k < len(weights):
+        kept = np.argpartition(weights, -p.top_k)[-p.top_k :]
+    if p.top_p < 1.0:
+        total = weights[kept].sum()
+        # What is lighter than an even share of the mass to drop cannot be needed: do not sort it.
+        kept = kept[weights[kept] * len(kept) >= (1.0 - p.top_p) * total]
+        kept = kept[np.argsort(-weights[kept], kind="stable")]
+        kept = kept[: int(weights[kept].cumsum().searchsorted(p.top_p * total)) + 1]
+    return kept, weights[kept]
 
 
 def log_prob(logits: Row, token: int) -> float:

@@ -102,7 +102,7 @@ def test_parity_notices_one_wrong_weight(tmp_path: Path, monkeypatch: pytest.Mon
         return read(self, weight) * (1.01 if weight == "layers.2.linear.dt_bias" else 1.0)
 
     monkeypatch.setattr(Weights, "read", wrong)
-    with pytest.raises(ParityError, match="prefill .*decode .*replay"):
+    with pytest.raises(ParityError, match=r"prefill .*decode .*replay"):
         convert_dir(checkpoint, tmp_path / "out" / "bundle")
     assert list((tmp_path / "out").iterdir()) == []
 

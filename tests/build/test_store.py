@@ -71,7 +71,7 @@ def test_a_full_disk(target: Path, monkeypatch: pytest.MonkeyPatch, file: str) -
         return write(o, weights, scratch, progress)
 
     monkeypatch.setattr(pipeline, "write_graph", onto_full_disk)
-    with pytest.raises(ConversionError, match="the disk is full.*Free some space"):
+    with pytest.raises(ConversionError, match=r"the disk is full.*Free some space"):
         convert(options(target), Silent())
     assert_only_the_old_one(target)
 
