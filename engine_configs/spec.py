@@ -153,10 +153,11 @@ _KINDS: dict[str, type] = {
 
 def from_json(data: dict[str, Any], where: str) -> HybridSpec:
     """Read back ``HybridSpec.to_json()``. Raises ConfigError on an unknown or missing key."""
-    return typing.cast(HybridSpec, _build(HybridSpec, data, where))
+    return typing.cast(HybridSpec, build_dataclass(HybridSpec, data, where))
 
 
-def _build(cls: type, data: dict[str, Any], where: str) -> Any:
+def build_dataclass(cls: type, data: dict[str, Any], where: str) -> Any:
+    """A frozen dataclass tree from JSON. Raises ConfigError on an unknown or missing key."""
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
@@ -178,10 +179,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return None
         options = [a for a in args if a is not type(None)]
         if isinstance(value, dict) and "kind" in value:
-            return _build(_KINDS.get(value["kind"], options[0]), value, where)
+            return build_dataclass(_KINDS.get(value["kind"], options[0]), value, where)
         return _value(options[0], value, where)
     if origin is tuple:
         return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
+        return build_dataclass(typing.cast(type, hint), value, where)
     return value

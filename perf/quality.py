@@ -23,8 +23,8 @@ from rich.progress import track
 from rich.table import Table
 
 from build.bundles import bundle_of
+from build.lab import Lab, kl
 from build.tasks import Sample, make_samples
-from perf.lab import Lab, kl
 from serving.engine.model import Model
 
 TASKS = ("needle", "mqar", "lww", "copy", "split")

@@ -1,0 +1,110 @@
+"""What calibration found out about one model: which units remember, and what a short tail costs.
+
+A *unit* is a part of a recurrent state with a decay of its own: a head (GDN, Mamba-2, lightning)
+or a key channel (KDA). Slow units are restored from checkpoints, fast ones start from zero.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from engine_configs.spec import build_dataclass
+
+Status = Literal["measured", "imported", "uncalibrated"]
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """One layer. slow: units kept in checkpoints; norm [units]: mean ‖S_u‖ over calibration;
+    weight [units]: share of the answers' error that losing the unit causes, all layers sum to 1."""
+
+    layer: int
+    slow: tuple[int, ...]
+    norm: tuple[float, ...]
+    weight: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A replay of ``tail`` tokens (``ratio`` of L where > 0) with ``slow`` units restored:
+    right answers relative to the exact run, and the logit KL at its 95th percentile."""
+
+    slow: int
+    tail: int
+    ratio: float
+    answers: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``error[i]``: KL (95th percentile) of replays whose estimate is at most ``estimate[i]``;
+    both rise."""
+
+    estimate: tuple[float, ...] = ()
+    error: tuple[float, ...] = ()
+
+    def bound(self, estimate: float) -> float:
+        """The calibrated error of an estimate; infinite beyond what was seen."""
+        at = bisect.bisect_left(self.estimate, estimate)
+        return self.error[at] if at < len(self.error) else float("inf")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """interval: tokens between checkpoints; min_tail: r_min, replayed at least; dtype: of the slow
+    units in a checkpoint; split, zero: gates of the two kinds of replay; curve: what was measured;
+    safe: zero-start tail replay at 5 % keeps the target on this model."""
+
+    status: Status = "uncalibrated"
+    interval: int = 0
+    min_tail: int = 0
+    dtype: str = "fp32"
+    layers: tuple[LayerUnits, ...] = ()
+    split: Gate = Gate()
+    zero: Gate = Gate()
+    curve: tuple[Point, ...] = ()
+    target_answers: float = 0.99
+    target_kl: float = 0.01
+    safe: bool = False
+    verdict: str = "not calibrated: replay only what a request asks for"
+
+    @property
+    def slow_units(self) -> int:
+        return sum(len(layer.slow) for layer in self.layers)
+
+    @property
+    def known(self) -> bool:
+        """Errors can be bounded."""
+        return self.status != "uncalibrated"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+UNCALIBRATED = Calibration()
+
+
+def from_json(data: dict[str, Any], where: str) -> Calibration:
+    """Read back ``Calibration.to_json()``. Raises ConfigError on an unknown or missing key."""
+    return cast(Calibration, build_dataclass(Calibration, data, where))
+
+
+def fit_gate(estimates: Sequence[float], errors: Sequence[float], quantile: float = 0.95) -> Gate:
+    """A rising step function under which ``quantile`` of the errors lie, from pairs.
+
+    Every step holds at least ``1 / (1 - quantile)`` pairs, so that its quantile is one.
+    """
+    pairs = sorted(zip(estimates, errors, strict=True))
+    size = max(1, round(1 / (1 - quantile)))
+    steps = [pairs[i : i + size] for i in range(0, len(pairs) - size + 1, size)]
+    edges, bounds, highest = [], [], 0.0
+    for step in steps:
+        # The second largest of 20 would be the 95th percentile; the largest is on the safe side.
+        highest = max(highest, max(error for _, error in step))
+        edges.append(step[-1][0])
+        bounds.append(highest)
+    return Gate(tuple(edges), tuple(bounds))
