@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine_configs.errors import UnsupportedModelError
+from engine_configs.families.bamba import bamba
 from engine_configs.families.config import ConfigReader
+from engine_configs.families.falcon_h1 import falcon_h1
+from engine_configs.families.granite import granitemoehybrid
+from engine_configs.families.nemotron_h import nemotron_h
 from engine_configs.families.olmo_hybrid import olmo_hybrid
 from engine_configs.families.qwen import (
     qwen3_5,
@@ -18,6 +22,10 @@ from engine_configs.families.qwen import (
 from engine_configs.families.weights import Family
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
+    "bamba": bamba,
+    "falcon_h1": falcon_h1,
+    "granitemoehybrid": granitemoehybrid,
+    "nemotron_h": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,

@@ -70,6 +70,58 @@ _QWEN_MOE = {
     "shared_expert_intermediate_size": 48,
 }
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2}
+_GRANITE = {
+    **_MAMBA,
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
+_FALCON = {
+    **_MAMBA,
+    "num_hidden_layers": 3,
+    "head_dim": 24,
+    "mamba_d_ssm": 128,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 1.2],
+    "key_multiplier": 1.3,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.1,
+    "ssm_in_multiplier": 1.15,
+    "ssm_out_multiplier": 0.85,
+    "ssm_multipliers": [0.7, 0.8, 1.3, 1.2, 0.9],
+}
+_NEMOTRON = {
+    "layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR, "moe"],
+    "head_dim": 24,
+    "ssm_state_size": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
+
+
+def _nvidia_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the released Nemotron-H configs."""
+    letters = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}
+    types = config.pop("layers_block_type")
+    config["attention_head_dim"] = config.pop("head_dim")
+    config["hybrid_override_pattern"] = "".join(letters[t] for t in types)
+    return config
+
+
 CASES: dict[str, Case] = {
     "olmo_hybrid_nope": Case(
         "olmo_hybrid",
@@ -103,6 +155,31 @@ CASES: dict[str, Case] = {
         "qwen3_5_moe",
         _vision_language("Qwen3_5Moe", **_QWEN, **_QWEN_MOE),
         auto_class="AutoModelForImageTextToText",
+    ),
+    "granite_moe_nope": Case(
+        "granitemoehybrid",
+        _config("GraniteMoeHybridConfig", **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
+    ),
+    "granite_dense_rope": Case(
+        "granitemoehybrid",
+        _config(
+            "GraniteMoeHybridConfig",
+            **_GRANITE,
+            num_local_experts=0,
+            position_embedding_type="rope",
+            tie_word_embeddings=True,
+        ),
+    ),
+    "bamba": Case(
+        "bamba", _config("BambaConfig", **_MAMBA, num_hidden_layers=4, attn_layer_indices=[1])
+    ),
+    "falcon_h1": Case("falcon_h1", _config("FalconH1Config", **_FALCON)),
+    "falcon_h1_normed": Case(
+        "falcon_h1", _config("FalconH1Config", **_FALCON, mamba_rms_norm=True)
+    ),
+    "nemotron_h": Case("nemotron_h", _config("NemotronHConfig", **_NEMOTRON)),
+    "nemotron_h_nvidia": Case(
+        "nemotron_h", _config("NemotronHConfig", **_NEMOTRON), respell=_nvidia_spelling
     ),
 }
 

@@ -17,28 +17,31 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
 
-def logits(model: Any, ids: Ids, cache: Any = None) -> Logits:
-    """[T, V] of ids [T], continuing ``cache`` where given."""
+def logits(model: Any, ids: Ids, start: int = 0, cache: Any = None) -> Logits:
+    """[T, V] of ids [T] at positions ``start``.., continuing ``cache`` where given."""
+    # Given in full: not every model counts what its cache holds.
+    positions = torch.arange(start, start + len(ids))[None]
+    tokens = torch.from_numpy(ids)[None]
     with torch.no_grad():
-        out = model(torch.from_numpy(ids)[None], cache=cache, use_cache=cache is not None)
+        out = model(tokens, position_ids=positions, cache=cache, use_cache=cache is not None)
     return np.asarray(out.logits[0].numpy())
 
 
 def replayed_logits(model: Any, ids: Ids, hit_len: int, replayed: int) -> Logits:
     """Logits [len(ids) - hit_len, V] after a hit of ``hit_len`` and a replay of its tail."""
     full = new_cache(model)
-    logits(model, ids[:hit_len], full)
+    logits(model, ids[:hit_len], cache=full)
     tail = new_cache(model)
     start = hit_len - replayed
     for i, layer in enumerate(tail.layers):
         source = full.layers[i] if i < len(full.layers) else None
         if getattr(source, "keys", None) is not None:
             _hold(layer, source, start)
-    logits(model, ids[start:hit_len], tail)
+    logits(model, ids[start:hit_len], start, tail)
     for layer in tail.layers:
         layer.__dict__.pop("update", None)
         layer.__dict__.pop("get_seq_length", None)
-    return logits(model, ids[hit_len:], tail)
+    return logits(model, ids[hit_len:], hit_len, tail)
 
 
 def new_cache(model: Any) -> Any:
