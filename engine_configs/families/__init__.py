@@ -10,6 +10,9 @@ from engine_configs.families.bamba import bamba
 from engine_configs.families.config import ConfigReader
 from engine_configs.families.falcon_h1 import falcon_h1
 from engine_configs.families.granite import granitemoehybrid
+from engine_configs.families.kimi_linear import kimi_linear
+from engine_configs.families.lfm2 import lfm2
+from engine_configs.families.minimax import minimax
 from engine_configs.families.nemotron_h import nemotron_h
 from engine_configs.families.olmo_hybrid import olmo_hybrid
 from engine_configs.families.qwen import (
@@ -25,6 +28,9 @@ FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "bamba": bamba,
     "falcon_h1": falcon_h1,
     "granitemoehybrid": granitemoehybrid,
+    "kimi_linear": kimi_linear,
+    "lfm2": lfm2,
+    "minimax": minimax,
     "nemotron_h": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,

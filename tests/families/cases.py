@@ -111,6 +111,53 @@ _NEMOTRON = {
     "n_group": 3,
     "topk_group": 2,
 }
+_LFM2 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "conv", FULL, "conv", FULL, "conv"],
+    "block_multiple_of": 8,
+}
+_MINIMAX = {
+    "num_hidden_layers": 4,
+    "layer_types": [FULL, LINEAR, LINEAR, FULL],
+    "head_dim": 24,
+    "num_local_experts": 5,
+    "block_size": 32,
+    "full_attn_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.8,
+    "linear_attn_alpha_factor": 1.3,
+    "linear_attn_beta_factor": 0.7,
+    "mlp_alpha_factor": 1.1,
+    "mlp_beta_factor": 0.9,
+}
+_KIMI = {
+    "num_hidden_layers": 5,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "linear_head_dim": 16,
+    "linear_num_heads": 3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_group": 2,
+    "num_key_value_heads": 4,
+}
+
+
+def _moonshot_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the released Kimi Linear config; its layers are numbered from 1."""
+    numbered = list(enumerate(config.pop("layer_types"), start=1))
+    config.pop("mlp_layer_types")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [i for i, kind in numbered if kind == FULL],
+        "kda_layers": [i for i, kind in numbered if kind == LINEAR],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    return config
 
 
 def _nvidia_spelling(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +227,12 @@ CASES: dict[str, Case] = {
     "nemotron_h": Case("nemotron_h", _config("NemotronHConfig", **_NEMOTRON)),
     "nemotron_h_nvidia": Case(
         "nemotron_h", _config("NemotronHConfig", **_NEMOTRON), respell=_nvidia_spelling
+    ),
+    "lfm2": Case("lfm2", _config("Lfm2Config", **_LFM2)),
+    "minimax": Case("minimax", _config("MiniMaxConfig", **_MINIMAX)),
+    "kimi_linear": Case("kimi_linear", _config("KimiLinearConfig", **_KIMI)),
+    "kimi_linear_moonshot": Case(
+        "kimi_linear", _config("KimiLinearConfig", **_KIMI), respell=_moonshot_spelling
     ),
 }
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -31,7 +32,7 @@ def replayed_logits(model: Any, ids: Ids, hit_len: int, replayed: int) -> Logits
     """Logits [len(ids) - hit_len, V] after a hit of ``hit_len`` and a replay of its tail."""
     full = new_cache(model)
     logits(model, ids[:hit_len], cache=full)
-    tail = new_cache(model)
+    tail = _forgotten(model, full)
     start = hit_len - replayed
     for i, layer in enumerate(tail.layers):
         source = full.layers[i] if i < len(full.layers) else None
@@ -45,7 +46,21 @@ def replayed_logits(model: Any, ids: Ids, hit_len: int, replayed: int) -> Logits
 
 
 def new_cache(model: Any) -> Any:
-    return DynamicCache(config=model.config)
+    return (
+        MiniMaxCache()
+        if model.config.model_type == "minimax"
+        else DynamicCache(config=model.config)
+    )
+
+
+def _forgotten(model: Any, full: Any) -> Any:
+    """A cache like ``full`` whose linear states are zero."""
+    cache = new_cache(model)
+    if isinstance(cache, MiniMaxCache):  # it makes layers as it fills, states in a list beside
+        cache.layers = [DynamicLayer() for _ in full.layers]
+        cache.linear_cache = [0 * s if len(s) else [] for s in full.linear_cache]
+        cache.linear_cache += [[]] * (len(full.layers) - len(full.linear_cache))
+    return cache
 
 
 def _hold(layer: Any, source: Any, start: int) -> None:
