@@ -66,7 +66,7 @@ class CacheIndex(Protocol):
 
 def arena_layout(spec: HybridSpec, block_size: int) -> ArenaLayout:
     """Blocks hold the attention layers' K and V, states what the linear layers carry."""
-    kv = [(m.num_kv_heads, m.head_dim, m.head_dim) for _, m in spec.attention_layers()]
+    kv = [(m.num_kv_heads, m.head_dim, m.value_dim) for _, m in spec.attention_layers()]
     states = [
         ArraySpec(f"{name}.{i}", shape)
         for i, m in spec.state_layers()
@@ -112,7 +112,7 @@ class Prefixes:
     def load(self, hit: Hit, slots: SlotClass, row: int) -> bool:
         """Copy the hit's K/V and state into the slot; False (a miss) when any of it is stale."""
         match, plan, arena = hit.match, hit.plan, self._index.arena
-        kv = [array[row] for array in slots.kv.values()]
+        kv = slots.kv_rows(row)
         block_size = arena.layout.block_size
         blocks = -(-plan.hit_len // block_size)
         ids, generations = match.blocks[:blocks], match.generations[:blocks]
@@ -157,7 +157,7 @@ class Prefixes:
             self._failed("reserve")
             return
         try:
-            kv = [array[row] for array in slots.kv.values()]
+            kv = slots.kv_rows(row)
             if lease.end > lease.start:
                 self._index.arena.write_blocks(
                     lease.blocks, lease.generations, lease.start, lease.end, kv

@@ -25,7 +25,8 @@ class SlotClass:
         self.capacity, self.rows = capacity, rows
         self.kv: dict[str, Array] = {}
         self.states: dict[str, Array] = {}
-        for i, m in spec.attention_layers():
+        self._attention = spec.attention_layers()
+        for i, m in self._attention:
             for name in ("key", "value"):
                 shape = (rows, m.num_kv_heads, capacity, m.head_dim)
                 self.kv[f"past_{name}_{i}"] = np.empty(shape, np.float32)
@@ -45,6 +46,11 @@ class SlotClass:
     def buffers(self) -> dict[str, Array]:
         """Every array by the name of the graph input it feeds."""
         return self.kv | self.states
+
+    def kv_rows(self, row: int) -> list[Array]:
+        """Views [Hk, C, dk or dv] of a slot's K, V, K, ...: the columns that are used."""
+        dims = [d for _, m in self._attention for d in (m.head_dim, m.value_dim)]
+        return [a[row, ..., :d] for a, d in zip(self.kv.values(), dims, strict=True)]
 
     def free_rows(self) -> int:
         return self._owner.count(None)
