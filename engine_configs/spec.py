@@ -145,10 +145,7 @@ class HybridSpec:
         return dataclasses.asdict(self)
 
 
-_KINDS: dict[str, type] = {
-    next(f.default for f in dataclasses.fields(m) if f.name == "kind"): m
-    for m in typing.get_args(Mixer)
-}
+_KINDS: dict[str, type] = {m.kind: m for m in typing.get_args(Mixer)}
 
 
 def from_json(data: dict[str, Any], where: str) -> HybridSpec:

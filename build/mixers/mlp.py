@@ -146,14 +146,14 @@ def _expert_step(
     b.op("ScatterND", ["sum", token, scaled], f"{here}/add", outputs=["sum_next"], reduction="add")
     b.op("Identity", ["go_on"], f"{here}/go_on", outputs=["go_on_next"])
     info = helper.make_tensor_value_info
-    shape = ["N", g.spec.hidden_size]
+    shape = ("N", g.spec.hidden_size)
     return helper.make_graph(
         b.nodes,
         f"{node}/expert",
         [
-            info("turn", TensorProto.INT64, []),
-            info("go_on", TensorProto.BOOL, []),
+            info("turn", TensorProto.INT64, ()),
+            info("go_on", TensorProto.BOOL, ()),
             info("sum", TensorProto.FLOAT, shape),
         ],
-        [info("go_on_next", TensorProto.BOOL, []), info("sum_next", TensorProto.FLOAT, shape)],
+        [info("go_on_next", TensorProto.BOOL, ()), info("sum_next", TensorProto.FLOAT, shape)],
     )

@@ -7,7 +7,7 @@ from typing import Any
 from engine_configs.errors import ConfigError
 from engine_configs.families.config import ConfigReader
 from engine_configs.families.stack import MLP, Stack
-from engine_configs.families.weights import Family, Source, joined_conv1d, named, part
+from engine_configs.families.weights import Array, Family, Source, joined_conv1d, named, part
 from engine_configs.spec import Block, GatedDeltaNet, LatentAttention, Mlp, Moe, Norm
 
 _DELTA = {n: f"{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "b_proj", "o_proj")}
@@ -149,15 +149,12 @@ def _latent_sources(stack: Stack, m: LatentAttention) -> None:
     rows = m.nope_dim + m.output_dim
     full = (m.num_heads * rows, m.kv_rank)
     paths = stack.paths("self_attn.kv_b_proj.weight")
-    for name, low, high in (("k_b", 0, m.nope_dim), ("v_b", m.nope_dim, rows)):
-        stack.put(
-            f"attn.{name}",
-            part(
-                full,
-                lambda w, low=low, high=high: w.reshape(m.num_heads, rows, -1)[:, low:high],
-                *paths,
-            ),
-        )
+
+    def heads(w: Array) -> Array:
+        return w.reshape(m.num_heads, rows, -1)
+
+    stack.put("attn.k_b", part(full, lambda w: heads(w)[:, : m.nope_dim], *paths))
+    stack.put("attn.v_b", part(full, lambda w: heads(w)[:, m.nope_dim :], *paths))
 
 
 def _moe_sources(stack: Stack, m: Moe) -> None:

@@ -17,9 +17,9 @@ _ATTENTION |= {
 _CONV = {"in_proj": "in_proj.weight", "o_proj": "out_proj.weight"}
 _MLP = {"gate_proj": "w1.weight", "up_proj": "w3.weight", "down_proj": "w2.weight"}
 # Written by Liquid's own trainer; transformers does not read them either.
-_IGNORED = ("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale")
-_IGNORED += ("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out")
-_IGNORED += ("conv_use_xavier_init", "num_heads", "use_pos_enc", "theta", "tie_embedding")
+_IGNORED = ["block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"]
+_IGNORED += ["block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"]
+_IGNORED += ["conv_use_xavier_init", "num_heads", "use_pos_enc", "theta", "tie_embedding"]
 
 
 def lfm2(config: ConfigReader) -> Family:

@@ -7,7 +7,7 @@ from engine_configs.families.config import ConfigReader
 from engine_configs.families.mamba import take_mamba2, time_step_limit
 from engine_configs.families.stack import ATTENTION, Stack
 from engine_configs.families.weights import Family, named
-from engine_configs.spec import Attention, Block, Mamba2, Mlp, Moe, Norm
+from engine_configs.spec import Attention, Block, Mamba2, Mixer, Mlp, Moe, Norm
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NAMES = {"linear_attention": "linear", "full_attention": "attn"}
@@ -32,7 +32,7 @@ def nemotron_h(config: ConfigReader) -> Family:
     key = "attention_head_dim" if "attention_head_dim" in config.data else "head_dim"
     config.ignore("head_dim")
     head_dim = config.positive(key, 128)
-    mixers = {
+    mixers: dict[str, Mixer] = {
         "full_attention": Attention(
             num_heads=heads,
             num_kv_heads=config.positive("num_key_value_heads", heads),
