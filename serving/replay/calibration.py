@@ -93,17 +93,16 @@ def from_json(data: dict[str, Any], where: str) -> Calibration:
     return cast(Calibration, build_dataclass(Calibration, data, where))
 
 
-def fit_gate(estimates: Sequence[float], errors: Sequence[float], quantile: float = 0.95) -> Gate:
-    """A rising step function under which ``quantile`` of the errors lie, from pairs.
+STEP = 20
 
-    Every step holds at least ``1 / (1 - quantile)`` pairs, so that its quantile is one.
-    """
-    pairs = sorted(zip(estimates, errors, strict=True))
-    size = max(1, round(1 / (1 - quantile)))
-    steps = [pairs[i : i + size] for i in range(0, len(pairs) - size + 1, size)]
-    edges, bounds, highest = [], [], 0.0
-    for step in steps:
-        # The second largest of 20 would be the 95th percentile; the largest is on the safe side.
+
+def fit_gate(pairs: Sequence[tuple[float, float]]) -> Gate:
+    """A rising step function over (estimate, error) pairs: each step of 20 pairs is bounded by its
+    largest error, so about 1 in 21 fresh errors lies above (the 95th percentile, rounded up)."""
+    ordered = sorted(pairs)
+    edges, bounds, highest = list[float](), list[float](), 0.0
+    for i in range(0, len(ordered) - STEP + 1, STEP):
+        step = ordered[i : i + STEP]
         highest = max(highest, max(error for _, error in step))
         edges.append(step[-1][0])
         bounds.append(highest)

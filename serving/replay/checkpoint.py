@@ -166,7 +166,7 @@ def _dequantise(parts: Record, shape: tuple[int, ...]) -> NDArray[np.float32]:
     values = parts[0]
     if values.dtype == np.uint8:
         pairs = np.stack([values & 15, values >> 4], axis=-1).astype(np.float32) - 8
-        values = pairs.reshape(*values.shape[:2], -1)[..., : shape[2]]
+        values = pairs.reshape(*values.shape[:2], 2 * values.shape[2])[..., : shape[2]]
     result = values.astype(np.float32)
     if len(parts) == 2:
         result *= parts[1].astype(np.float32)
