@@ -6,6 +6,7 @@ python/          the parts of this project the models import
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def config_pbtxt(
     lines.append(_tensors("output", outputs, ""))
     lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
     for key, value in parameters.items():
-        lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
+        quoted = json.dumps(value, ensure_ascii=False)
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: {quoted} }} }}')
     return "\n".join(lines) + "\n"
 
 

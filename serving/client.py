@@ -30,8 +30,12 @@ _KINDS = {t.name: t.kind for t in INPUTS}
 RETRY_SECONDS = 0.5
 
 
+class TryAgain(ServerError):
+    """The connection broke or the server is full: the same request may well succeed later."""
+
+
 class Client:
-    """One connection. ``with Client(url) as client: client.generate("...")``."""
+    """One connection, one request at a time. ``with Client(url) as client: client.generate("...")``."""
 
     def __init__(self, url: str = "127.0.0.1:8001", model: str = "llm") -> None:
         self.url, self.model = url, model
@@ -63,26 +67,35 @@ class Client:
             while not finished:
                 answer = answers.get(timeout=timeout)
                 if isinstance(answer, InferenceServerException):
-                    raise ServerError(answer.message(), where=self.url)
+                    raise self._error(answer)
                 finished = answer.get_response().parameters["triton_final_response"].bool_param
                 values = _values(answer)
                 if values:
                     yield values
         except InferenceServerException as e:  # the stream was broken before the request went out
-            reason = e if answers.empty() else answers.get()
-            raise ServerError(reason.message(), where=self.url) from None
+            raise self._error(e if answers.empty() else answers.get()) from None
         except queue.Empty:
             raise ServerError(f"no answer in {timeout} s", where=self.url) from None
         finally:
             self._client.stop_stream(cancel_requests=not finished)
 
+    def _error(self, error: InferenceServerException) -> ServerError:
+        """Only errors of the transport have a status; the model's have a message alone."""
+        message = str(error.message())
+        again = error.status() is not None or message.startswith("overloaded")
+        return (TryAgain if again else ServerError)(message, where=self.url)
+
     def generate(self, text_input: str, *, retries: int = 0, **fields: Any) -> dict[str, Any]:
-        """The whole answer as one dictionary; a broken connection is tried again."""
+        """The whole answer as one dictionary.
+
+        Where the connection breaks or the server is full it is asked for again, half a second
+        later. What the server refuses is raised at once.
+        """
         for attempt in range(retries + 1):
             try:
                 parts = list(self.stream(text_input, **{"stream": True, **fields}))
                 return {**parts[-1], "text_output": "".join(p["text_output"] for p in parts)}
-            except ServerError:
+            except TryAgain:
                 if attempt == retries:
                     raise
                 time.sleep(RETRY_SECONDS)

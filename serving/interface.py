@@ -7,15 +7,15 @@ interface for TensorRT-LLM, then ours. Only ``text_input`` is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.errors import RequestError
-from serving.engine.requests import SamplingParams
+from serving.engine.requests import MAX_TOKENS_LIMIT, SamplingParams
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 
 Array = NDArray[Any]
@@ -67,6 +67,7 @@ OUTPUTS = (
 )
 KNOWN = {t.name: t for t in INPUTS}
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+MAX_WORDS = 256  # stop_words are looked for at every token
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class TextRequest:
     deadline: float | None = None
 
 
-def parse(tensors: Mapping[str, Array | None]) -> TextRequest:
+def parse(tensors: Mapping[str, Array | None], vocab_size: int) -> TextRequest:
     """Tensors by name (None = absent) → request. Raises RequestError naming tensor and value."""
     values = {name: _value(KNOWN[name], array) for name, array in tensors.items()}
     values = {k: v for k, v in values.items() if v is not None}
@@ -95,7 +96,7 @@ def parse(tensors: Mapping[str, Array | None]) -> TextRequest:
         raise RequestError("text_input is empty", fix="Send at least one character")
     return TextRequest(
         prompt=prompt,
-        sampling=_sampling(values),
+        sampling=_sampling(values, vocab_size),
         replay=_replay(values),
         cache_salt=values.get("cache_salt", ""),
         stop_words=tuple(w for w in values.get("stop_words", ()) if w),
@@ -111,6 +112,8 @@ def _value(tensor: Tensor, array: Array | None) -> Any:
         return None
     flat = np.asarray(array).reshape(-1)
     if tensor.many:
+        if len(flat) > MAX_WORDS:
+            raise RequestError(f"{tensor.name} holds {len(flat)} words, at most {MAX_WORDS}")
         return [_one(tensor, v) for v in flat]
     if len(flat) == 0:
         return None
@@ -134,41 +137,47 @@ def _one(tensor: Tensor, value: Any) -> Any:
     return bool(value) if tensor.kind == "BOOL" else int(value)
 
 
-def _sampling(values: dict[str, Any]) -> SamplingParams:
+def _sampling(values: dict[str, Any], vocab_size: int) -> SamplingParams:
     names = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     chosen = {name: values[name] for name in names if name in values}
-    minimum = values.get("min_tokens", values.get("min_length", 0))
     if "end_id" in values:
-        if values["end_id"] < 0:
-            raise RequestError(f"end_id is {values['end_id']}, expected >= 0")
+        _within("end_id", values["end_id"], 0, vocab_size - 1)
         chosen["stop_tokens"] = (values["end_id"],)
-    log_probs = values.get("return_log_probs", False)
-    return SamplingParams(min_tokens=minimum, log_probs=log_probs, **chosen)
+    params = SamplingParams(log_probs=values.get("return_log_probs", False), **chosen)
+    for name in ("min_length", "min_tokens"):  # two names for one thing; the second wins
+        if name in values:
+            _within(name, values[name], 0, params.max_tokens)
+            params = replace(params, min_tokens=values[name])
+    return params
 
 
 def _replay(values: dict[str, Any]) -> ReplayRequest:
-    amounts: dict[str, Callable[[], float | None]] = {
-        "exact": lambda: 0.0,
-        "ratio": lambda: values.get("replay_ratio"),
-        "tokens": lambda: values.get("replay_tokens"),
-    }
-    implied = "ratio" if "replay_ratio" in values else "exact"
-    implied = "tokens" if "replay_tokens" in values else implied
-    mode = values.get("replay_mode", implied)
+    """What is given implies the mode. A value that the mode does not use is checked as well."""
+    ratio, tokens = values.get("replay_ratio"), values.get("replay_tokens")
+    if ratio is not None and not 0 < ratio <= 1:
+        raise RequestError(f"replay_ratio is {ratio:g}, expected more than 0, up to 1")
+    if tokens is not None:
+        _within("replay_tokens", tokens, 1, MAX_TOKENS_LIMIT)
+    given = [mode for mode, amount in (("ratio", ratio), ("tokens", tokens)) if amount is not None]
+    if len(given) == 2 and "replay_mode" not in values:
+        raise RequestError("replay_ratio and replay_tokens are both given", fix="Send one of them")
+    mode = values.get("replay_mode", given[0] if given else "exact")
+    amounts = {"exact": 0.0, "ratio": ratio, "tokens": tokens}
     if mode not in amounts:
         raise RequestError(f"replay_mode is {mode!r}, expected exact, ratio or tokens")
-    amount = amounts[mode]()
+    amount = amounts[mode]
     if amount is None:
         raise RequestError(f"replay_mode {mode} needs replay_{mode}")
-    if amount < 0 or (mode == "ratio" and amount > 1):
-        limit = "0 to 1" if mode == "ratio" else "0 or more"
-        raise RequestError(f"replay_{mode} is {amount:g}, expected {limit}")
     return ReplayRequest(ReplayMode(mode), amount)
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}, expected {low} to {high}")
 
 
 def _deadline(milliseconds: int | None) -> float | None:
     if milliseconds is None:
         return None
-    if not 1 <= milliseconds <= MAX_DEADLINE_MS:
-        raise RequestError(f"deadline_ms is {milliseconds}, expected 1 to {MAX_DEADLINE_MS}")
+    _within("deadline_ms", milliseconds, 1, MAX_DEADLINE_MS)
     return milliseconds / 1000

@@ -2,9 +2,11 @@
 
 Errors travel as data (``result``): an error response to a decoupled caller inside the server is
 lost on some server versions and leaves the caller waiting for ever. Callers inside the server are
-never told of a client's disconnect either, so they send ``op = cancel``.
+never told of a client's disconnect either, so they send ``op = cancel``; ``op = stop`` says that
+the answer is complete.
 """
 
+import contextlib
 import dataclasses
 import json
 import queue
@@ -46,6 +48,7 @@ class Outbox(Stream):
     sender: Any = None
     pump: "Events" = dataclasses.field(default_factory=queue.SimpleQueue)
     name: str = ""
+    complete: bool = False  # the caller has the answer: being called off is no failure
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     def put(self, *events: Event) -> None:
@@ -74,8 +77,9 @@ class TritonPythonModel:
 
     def admit(self, request: Any, sender: Any) -> None:
         args = json.loads(edge.text(request, "args") or "{}")
-        if edge.text(request, "op") == "cancel":
+        if op := edge.text(request, "op"):
             if stream := self.open.get(args["id"]):
+                stream.complete |= op == "stop"
                 stream.cancel()
             sender.send(flags=edge.FINAL)
             return
@@ -102,50 +106,52 @@ class TritonPythonModel:
 
     def run_pump(self) -> None:
         """Send events; what has queued up for one stream leaves as one response."""
-        while True:
-            try:
-                batch = [self.events.get(timeout=LOAD_SECONDS)]
-                while not self.events.empty():
-                    batch.append(self.events.get())
-            except queue.Empty:
-                self.metrics.load(self.engine.load())
-                continue
+        running, next_look = True, 0.0
+        while running:
             grouped: dict[Outbox, list[Event]] = {}
-            for item in batch:
-                if item is None:
-                    return
-                stream, events = item
-                grouped.setdefault(stream, []).extend(events)
+            with contextlib.suppress(queue.Empty):
+                item = self.events.get(timeout=LOAD_SECONDS)
+                while item is not None:
+                    grouped.setdefault(item[0], []).extend(item[1])
+                    item = self.events.get_nowait()
+                running = False
             for stream, together in grouped.items():
                 try:
                     self.send(stream, together)
                 except Exception as e:
+                    stream.cancel()
                     edge.internal_error(e)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOAD_SECONDS
+                self.metrics.load(self.engine.load())
 
     def send(self, stream: Outbox, events: list[Event]) -> None:
-        last = events[-1]
         tokens = [e for e in events if isinstance(e, Token)]
         outputs = []
         if tokens:
             outputs.append(edge.tensor("token_ids", "INT64", [t.token_id for t in tokens]))
             if stream.request.sampling.log_probs:
                 outputs.append(edge.tensor("log_probs", "FP32", [t.log_prob for t in tokens]))
-        if len(tokens) == len(events):
+        last = events[-1]
+        if isinstance(last, Token):
             stream.sender.send(edge.response(outputs))
             return
-        assert not isinstance(last, Token)
-        result: dict[str, Any]
+        del self.open[stream.name]
         if isinstance(last, Finish):
             result = {"reason": last.reason, **last.usage.to_dict()}
-            cancelled = last.reason == "cancelled"
-            self.metrics.outcome("cancelled" if cancelled else "ok")
-            if not cancelled:
-                self.metrics.finished(last.usage, time.monotonic() - stream.submitted)
         else:
             result = _error(last)
-            self.metrics.outcome("error")
-        del self.open[stream.name]
         stream.sender.send(edge.response([*outputs, _result(result)]), flags=edge.FINAL)
+        self.count(stream, last)
+
+    def count(self, stream: Outbox, last: Finish | HybridServeError) -> None:
+        if not isinstance(last, Finish):
+            self.metrics.outcome("error")
+        elif last.reason == "cancelled" and not stream.complete:
+            self.metrics.outcome("cancelled")
+        else:
+            self.metrics.outcome("ok")
+            self.metrics.finished(last.usage, time.monotonic() - stream.submitted)
 
     def finalize(self) -> None:
         self.engine.close()

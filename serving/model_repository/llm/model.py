@@ -19,14 +19,16 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_configs.errors import HybridServeError, RequestError
+from engine_configs.errors import ConfigError, HybridServeError, RequestError
 from serving import triton_edge as edge
 from serving.deploy import bundle_path, from_parameters
 from serving.engine.bundle import Bundle
 from serving.engine.text import Text, TextStream
 from serving.interface import INPUTS, OUTPUTS, TextRequest, parse
 
+KINDS = {t.name: t.kind for t in OUTPUTS}
 WATCH_SECONDS = 0.02
+WATCH_SHARE = 0.1  # of the watcher's time spent looking, at most: each look is a call to the server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,11 @@ class LlmConfig:
 
     max_requests: int = 64
     deadline_ms: int = 600_000
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} = {value}, must be >= 1", where="llm")
 
 
 class Reply:
@@ -75,11 +82,35 @@ class Reply:
                 self._sender.send(response, flags=edge.FINAL)
 
 
+@dataclasses.dataclass
+class Answer:
+    """What was generated and not yet sent. Tokens after a stop word do not count."""
+
+    text: TextStream
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, ids: NDArray[Any] | None, log_probs: NDArray[Any] | None) -> None:
+        for i, token in enumerate([] if ids is None else ids.tolist()):
+            if self.text.stopped:
+                return
+            self.pieces.append(self.text.push(token))
+            self.tokens += 1
+            if log_probs is not None:
+                self.log_probs.append(float(log_probs[i]))
+
+    def take(self) -> tuple[str, list[float]]:
+        taken = "".join(self.pieces), self.log_probs
+        self.pieces, self.log_probs = [], []
+        return taken
+
+
 class EngineError(Exception):
     """What the engine answered instead of tokens."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(f"overloaded: {message}" if code == "UNAVAILABLE" else message)
         self.code = code
 
 
@@ -87,7 +118,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.config = from_parameters(LlmConfig, args)
         bundle = Bundle.open(bundle_path(__file__))
-        self.text, self.stops = Text(bundle.path), bundle.spec.eos_token_ids
+        self.text, self.spec = Text(bundle.path), bundle.spec
         self.pool = ThreadPoolExecutor(self.config.max_requests, thread_name_prefix="request")
         self.free = threading.BoundedSemaphore(self.config.max_requests)
         self.running: dict[str, Reply] = {}
@@ -120,7 +151,8 @@ class TritonPythonModel:
         if unknown:
             known = ", ".join(t.name for t in INPUTS)
             raise RequestError(f"unknown field {unknown[0]!r}", fix=f"Known: {known}")
-        return parse({t.name: edge.array(request, t.name) for t in INPUTS})
+        tensors = {t.name: edge.array(request, t.name) for t in INPUTS}
+        return parse(tensors, self.spec.vocab_size)
 
     def answer(self, reply: Reply, wanted: TextRequest) -> None:
         name = uuid.uuid4().hex
@@ -141,38 +173,35 @@ class TritonPythonModel:
     def generate(self, reply: Reply, wanted: TextRequest, name: str) -> None:
         """One request: tokens of the prompt to the engine, text of the answer to the client."""
         tokens = np.asarray(self.text.encode(wanted.prompt), np.int64)
-        out = TextStream(self.text, wanted.stop_words)
-        log_probs: list[float] = []
-        pieces = [wanted.prompt] if wanted.echo else []
+        answer = Answer(TextStream(self.text, wanted.stop_words))
+        if wanted.echo:
+            answer.pieces.append(wanted.prompt)
         result: dict[str, Any] = {}
-        stopping = False
-        for response in self.call_engine(tokens, wanted, name):
-            if response.has_error():
-                raise EngineError("INTERNAL", "the engine is not available")
-            result = json.loads(edge.text(response, "result") or "{}")
-            if "error" in result:
-                raise EngineError(result["code"], result["error"])
-            ids = edge.array(response, "token_ids")
-            probabilities = edge.array(response, "log_probs")
-            log_probs += [] if probabilities is None else probabilities.tolist()
-            for token in [] if ids is None else ids.tolist():
-                pieces.append(out.push(token))
-            if out.stopped and not stopping and not result:
-                stopping = True
-                cancel(name)
-            if wanted.stream and not result and any(pieces):
-                reply.piece(self.outputs("".join(pieces), log_probs, {}))
-                pieces, log_probs = [], []
-        stopped = out.stopped
-        pieces.append(out.finish())
-        if result.get("reason") == "cancelled" and not stopped:
+        try:
+            for response in self.call_engine(tokens, wanted, name):
+                result = read_result(response)
+                stopped = answer.text.stopped
+                ids, log_probs = (edge.array(response, n) for n in ("token_ids", "log_probs"))
+                answer.add(ids, log_probs)
+                if answer.text.stopped and not stopped and not result:
+                    call_off(name, "stop")
+                if wanted.stream and not result and any(answer.pieces):
+                    reply.piece(outputs(*answer.take(), {}))
+        except EngineError:
+            raise
+        except Exception:
+            call_off(name, "cancel")  # leaving the loop waits for the engine's last response
+            raise
+        answer.pieces.append(answer.text.finish())
+        if answer.text.stopped:
+            result |= {"reason": "stop_word", "generated_tokens": answer.tokens}
+        elif result.get("reason") == "cancelled":
             raise EngineError("CANCELLED", "cancelled")
-        result["reason"] = "stop_word" if stopped else result.get("reason", "")
-        reply.finish(self.outputs("".join(pieces), log_probs, result))
+        reply.finish(outputs(*answer.take(), result))
 
     def call_engine(self, tokens: NDArray[np.int64], wanted: TextRequest, name: str) -> Any:
         sampling = dataclasses.asdict(wanted.sampling)
-        sampling["stop_tokens"] = [*wanted.sampling.stop_tokens, *self.stops]
+        sampling["stop_tokens"] = [*wanted.sampling.stop_tokens, *self.spec.eos_token_ids]
         sampling["bad_tokens"] = [self.text.encode(w) for w in wanted.bad_words]
         args = {
             "id": name,
@@ -187,22 +216,18 @@ class TritonPythonModel:
         outputs = ["token_ids", "log_probs", "result"]
         return edge.infer("engine", inputs, outputs, decoupled=True)
 
-    def outputs(self, text: str, log_probs: list[float], result: dict[str, Any]) -> list[Any]:
-        values: dict[str, Any] = {"text_output": text, "finish_reason": result.get("reason")}
-        values["output_log_probs"] = log_probs or None
-        values |= {t.name: result.get(t.name) for t in OUTPUTS if t.name not in values}
-        kinds = {t.name: t.kind for t in OUTPUTS}
-        return [edge.tensor(n, kinds[n], v) for n, v in values.items() if v is not None]
-
     def watch(self) -> None:
         """Cancel again at each look: the first may come before the engine knows the request."""
-        while not self.stopping.wait(WATCH_SECONDS):
+        pause = WATCH_SECONDS
+        while not self.stopping.wait(pause):
+            started = time.monotonic()
             for name, reply in dict(self.running).items():
                 try:
                     if reply.unwanted():
-                        cancel(name)
+                        call_off(name, "cancel")
                 except Exception as e:
                     edge.internal_error(e)
+            pause = max(WATCH_SECONDS, (time.monotonic() - started) / WATCH_SHARE)
 
     def finalize(self) -> None:
         self.stopping.set()
@@ -210,9 +235,29 @@ class TritonPythonModel:
         self.pool.shutdown(wait=False)
 
 
-def cancel(name: str) -> None:
-    """The engine ends the sequence at its next step."""
+def read_result(response: Any) -> dict[str, Any]:
+    """How the answer ended, {} while it goes on. Raises EngineError for what is no answer."""
+    if response.has_error():
+        raise EngineError("INTERNAL", "the engine is not available")
+    result: dict[str, Any] = json.loads(edge.text(response, "result") or "{}")
+    if "error" in result:
+        raise EngineError(result["code"], result["error"])
+    return result
+
+
+def outputs(text: str, log_probs: list[float], result: dict[str, Any]) -> list[Any]:
+    values: dict[str, Any] = {"text_output": text}
+    if log_probs:
+        values["output_log_probs"] = log_probs
+    if result:
+        values["finish_reason"] = result["reason"]
+        values |= {t.name: result[t.name] for t in OUTPUTS if t.name in result}
+    return [edge.tensor(name, KINDS[name], value) for name, value in values.items()]
+
+
+def call_off(name: str, op: str) -> None:
+    """``cancel`` or ``stop`` (the answer is whole): the engine ends it at its next step."""
     args = edge.tensor("args", "STRING", json.dumps({"id": name}))
-    inputs = [edge.tensor("op", "STRING", "cancel"), args]
+    inputs = [edge.tensor("op", "STRING", op), args]
     for _ in edge.infer("engine", inputs, ["result"], decoupled=True):
         pass

@@ -36,7 +36,13 @@ class TritonPythonModel:
         self.housekeeper.start()
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [self.answer(request) for request in requests]
+        responses = []
+        for request in requests:
+            try:
+                responses.append(self.answer(request))
+            except Exception as e:
+                responses.append(edge.error_response("INTERNAL", edge.internal_error(e)))
+        return responses
 
     def answer(self, request: Any) -> Any:
         tokens = edge.array(request, "tokens")
@@ -51,10 +57,13 @@ class TritonPythonModel:
     def keep_house(self) -> None:
         """Expire the leases of dead clients; publish the counters."""
         while not self.stopping.wait(METRICS_SECONDS):
-            with self.lock:
-                self.cache.expire()
-                stats = self.cache.stats()
-            self.metrics.update(stats)
+            try:
+                with self.lock:
+                    self.cache.expire()
+                    stats = self.cache.stats()
+                self.metrics.update(stats)
+            except Exception as e:
+                edge.internal_error(e)
 
     def finalize(self) -> None:
         self.stopping.set()

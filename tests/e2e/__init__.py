@@ -1,0 +1,1 @@
+"""The served chain on the real server."""

@@ -1,0 +1,1 @@
+"""The Triton models on a small fake of the server's Python API."""
