@@ -285,15 +285,22 @@ class Engine:
                     self._wake.wait()
                 if self._stopping:
                     break
-            self._settle()
-            self._admit()
-            self._run_prefill()
-            for slots in self.classes:
-                self._run_decode(slots)
+            try:
+                self._turn()
+            except Exception as e:  # not one request's fault: none of them can go on
+                for seq in list(self._running):
+                    self._end(seq, _internal(e))
         for seq in list(self._running):
             self._end(seq, CancelledError("the engine is shutting down"))
         while self._waiting:
             self._waiting.popleft().put(CancelledError("the engine is shutting down"))
+
+    def _turn(self) -> None:
+        self._settle()
+        self._admit()
+        self._run_prefill()
+        for slots in self.classes:
+            self._run_decode(slots)
 
     def _admit(self) -> None:
         """First come, first served, into the smallest class that holds the whole sequence."""

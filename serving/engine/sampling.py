@@ -65,8 +65,8 @@ class Sampler:
 
 def shortlist(scores: Row, p: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The tokens that top-k, then top-p leave, and their weights (a multiple of probabilities)."""
-    # The top one at 0 first: no temperature, however small, overflows it.
-    weights = np.exp((scores.astype(np.float64) - scores.max()) / p.temperature)
+    below_top = scores.astype(np.float64) - scores.max()
+    weights = np.exp(below_top / max(p.temperature, 1e-30))
     kept = np.arange(len(weights))
     if 0 < p.top_k < len(weights):
         kept = np.argpartition(weights, -p.top_k)[-p.top_k :]

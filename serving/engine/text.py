@@ -26,7 +26,10 @@ class Text:
                 where=str(path),
                 fix="Convert from a checkpoint that has one",
             )
-        self.tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises nothing more precise
+            raise BundleError(f"cannot be read: {e}", where=str(file)) from None
         template = path / "chat_template.jinja"
         self._template = _compile(template.read_text()) if template.exists() else None
         config = path / "tokenizer_config.json"

@@ -55,13 +55,16 @@ class Stepper:
         self.model, self.spec, self.bundle = model, model.spec, model.bundle
         self.steps: list[Step] = []
         self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
-        self._open = False
+        self._open = self._fail = False
 
     def run(self, slots: SlotClass, row: int, step: Step, **options: Any) -> Any:
         self.steps.append(step)
         self._arrived.release()
         if not self._open:
             self._permits.acquire()
+        if self._fail:
+            self._fail = False
+            raise RuntimeError("planted")
         return self.model.run(slots, row, step, **options)
 
     def next(self) -> Step:
@@ -69,14 +72,27 @@ class Stepper:
         assert self._arrived.acquire(timeout=10), "no run came"
         return self.steps[-1]
 
+    def permit(self) -> None:
+        self._permits.release()
+
     def go(self) -> Step:
         """Let that run go on; returns the next one."""
-        self._permits.release()
+        self.permit()
         return self.next()
 
+    def fail(self) -> None:
+        """The run that waits now will raise."""
+        self._fail = True
+
     def open(self) -> None:
+        """Let all runs go on."""
         self._open = True
         self._permits.release()
+
+    def close(self) -> None:
+        """Hold runs again, when none is under way."""
+        self._open = False
+        self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
 
 
 class Lab:
