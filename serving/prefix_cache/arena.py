@@ -1,4 +1,4 @@
-"""The bulk data: blocks of K/V rows and full states in one memory-mapped file.
+"""The bulk data: blocks of K/V rows, full states and checkpoints in one memory-mapped file.
 
 Any process may open the file by path and copy blocks in or out; which slot holds what is
 known only to the index. Every slot has a generation word: odd while it is being written, even
@@ -33,6 +33,8 @@ ALIGN = 64
 SHARED_MEMORY = Path("/dev/shm")
 # Verify and copy about this much at a time, so that the second pass finds the data in cache.
 CHUNK_BYTES = 1 << 20
+# Checkpoints beyond one per interval of the blocks, as branches have their own: a part, and some.
+BRANCH_SHARE, BRANCH_LEAST = 8, 8
 
 Array = NDArray[Any]
 
@@ -56,11 +58,13 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """What one slot holds. Every block array is [H, block_size, d]; state arrays are free."""
+    """What one slot holds. Every block array is [H, block_size, d]; those of a full state and
+    of a checkpoint (slow units and conv state) are free."""
 
     block_size: int
     block: tuple[ArraySpec, ...] = ()
     state: tuple[ArraySpec, ...] = ()
+    checkpoint: tuple[ArraySpec, ...] = ()
 
     def __post_init__(self) -> None:
         for spec in self.block:
@@ -77,6 +81,7 @@ class ArenaLayout:
         block_size: int,
         kv: Sequence[tuple[int, int, int]],
         state: Sequence[ArraySpec] = (),
+        checkpoint: Sequence[ArraySpec] = (),
         dtype: str = "float32",
     ) -> ArenaLayout:
         """kv: (Hk, dk, dv) of each attention layer; arrays come out as k.0, v.0, k.1, ..."""
@@ -84,15 +89,19 @@ class ArenaLayout:
         for i, (heads, dk, dv) in enumerate(kv):
             block.append(ArraySpec(f"k.{i}", (heads, block_size, dk), dtype))
             block.append(ArraySpec(f"v.{i}", (heads, block_size, dv), dtype))
-        return cls(block_size, tuple(block), tuple(state))
+        return cls(block_size, tuple(block), tuple(state), tuple(checkpoint))
 
     @property
     def block_bytes(self) -> int:
-        return _padded(sum(_padded(spec.nbytes) for spec in self.block))
+        return slot_bytes(self.block)
 
     @property
     def state_bytes(self) -> int:
-        return _padded(sum(_padded(spec.nbytes) for spec in self.state))
+        return slot_bytes(self.state)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return slot_bytes(self.checkpoint)
 
     def dumps(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,7 +111,13 @@ class ArenaLayout:
         def specs(rows: list[dict[str, Any]]) -> tuple[ArraySpec, ...]:
             return tuple(ArraySpec(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
 
-        return cls(data["block_size"], specs(data["block"]), specs(data["state"]))
+        kinds = (specs(data[kind]) for kind in ("block", "state", "checkpoint"))
+        return cls(data["block_size"], *kinds)
+
+
+def slot_bytes(specs: Sequence[ArraySpec]) -> int:
+    """From one slot to the next."""
+    return sum(_padded(spec.nbytes) for spec in specs)
 
 
 class Slots:
@@ -112,7 +127,7 @@ class Slots:
         self, buffer: Any, offset: int, count: int, specs: tuple[ArraySpec, ...], checksum: bool
     ) -> None:
         self.specs, self.checksum = specs, checksum
-        self.stride = _padded(sum(_padded(spec.nbytes) for spec in specs))
+        self.stride = slot_bytes(specs)
         self.words: Words = np.ndarray((count,), np.uint64, buffer, offset)
         self._sums: Words = np.ndarray((count,), np.uint64, buffer, offset + _padded(8 * count))
         data = offset + 2 * _padded(8 * count)
@@ -161,6 +176,23 @@ class Slots:
                 return int(bad.argmax())
         return int(run.stop - run.start)
 
+    def write(self, slot: int, generation: int, arrays: Sequence[Array]) -> None:
+        """Fill one slot. Raises CacheError if it is no longer ours to write."""
+        ids, words = np.array([slot], np.int64), np.array([generation], np.uint64)
+        self.begin(ids, words)
+        for slots, array in zip(self.arrays, arrays, strict=True):
+            np.copyto(slots[slot], array)
+        self.finish(ids, words)
+
+    def read(self, slot: int, generation: int, arrays: Sequence[Array]) -> bool:
+        """Copy one slot out. False: stale or damaged, ``arrays`` undefined."""
+        if int(self.words[slot]) != generation:
+            return False
+        sound = self.first_damaged(slice(slot, slot + 1)) == 1
+        for slots, array in zip(self.arrays, arrays, strict=True):
+            np.copyto(array, slots[slot])
+        return sound and int(self.words[slot]) == generation
+
     def _runs(self, ids: Ids) -> Iterator[slice]:
         """Consecutive ids as slices of at most CHUNK_BYTES, in order."""
         if not len(ids):
@@ -174,25 +206,30 @@ class Slots:
 
 
 class Arena:
-    """The mapped file. ``blocks`` and ``states`` are its two kinds of slots.
+    """The mapped file. ``blocks``, ``states`` and ``checkpoints`` are its kinds of slots.
+
+    counts: of slots of each kind, in that order.
 
     Copies run in the caller's process on the caller's arrays; nothing here locks.
     """
 
     def __init__(
-        self, layout: ArenaLayout, num_blocks: int, num_states: int, checksum: bool, buffer: Any,
+        self, layout: ArenaLayout, counts: Sequence[int], checksum: bool, buffer: Any,
         offset: int, path: Path | None,
     ) -> None:  # fmt: skip
         self.layout, self.path, self._buffer = layout, path, buffer
-        self.blocks = Slots(buffer, offset, num_blocks, layout.block, checksum)
-        offset += Slots.nbytes(num_blocks, layout.block_bytes)
-        self.states = Slots(buffer, offset, num_states, layout.state, checksum)
+        kinds = []
+        for count, specs in zip(counts, _kinds(layout), strict=True):
+            kinds.append(Slots(buffer, offset, count, specs, checksum))
+            offset += Slots.nbytes(count, slot_bytes(specs))
+        self.blocks, self.states, self.checkpoints = kinds
 
     # -- life ---------------------------------------------------------------------------
 
     @classmethod
     def of_config(cls, config: CacheConfig, layout: ArenaLayout) -> Arena:
-        """In shared memory under ``config.name``, as many slots as the two budgets hold."""
+        """In shared memory under ``config.name``, as many slots as the two budgets hold, and
+        checkpoints for every ``config.checkpoint_interval`` tokens of its blocks."""
         if layout.block_size != config.block_size:
             raise ConfigError(
                 f"block_size {config.block_size} but the layout has {layout.block_size}",
@@ -206,21 +243,27 @@ class Arena:
                 where="cache",
                 fix="Raise it.",
             )
-        path = SHARED_MEMORY / config.name
-        return cls.create(path, layout, num_blocks, num_states, checksum=config.checksum)
+        num_checkpoints = 0
+        if layout.checkpoint and config.checkpoint_interval:
+            num_checkpoints = num_blocks * config.block_size // config.checkpoint_interval
+            num_checkpoints += num_checkpoints // BRANCH_SHARE + BRANCH_LEAST
+        return cls.create(
+            SHARED_MEMORY / config.name, layout, num_blocks, num_states, num_checkpoints,
+            checksum=config.checksum,
+        )  # fmt: skip
 
     @classmethod
     def create(
         cls, path: Path, layout: ArenaLayout, num_blocks: int, num_states: int,
-        *, checksum: bool = True,
+        num_checkpoints: int = 0, *, checksum: bool = True,
     ) -> Arena:  # fmt: skip
         """A new file, replacing one left by a dead server. Its pages are allocated at once:
         running out of memory is a ConfigError here, not a bus error in a later write."""
-        head = {"layout": layout.dumps(), "counts": [num_blocks, num_states], "sum": checksum}
+        counts = [num_blocks, num_states, num_checkpoints]
+        head = {"layout": layout.dumps(), "counts": counts, "sum": checksum}
         text = json.dumps(head).encode()
         offset = _padded(16 + len(text))
-        size = offset + Slots.nbytes(num_blocks, layout.block_bytes)
-        size += Slots.nbytes(num_states, layout.state_bytes)
+        size = offset + _slots_bytes(layout, counts)
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -234,7 +277,7 @@ class Arena:
         finally:
             os.close(fd)
         buffer[: 16 + len(text)] = MAGIC + len(text).to_bytes(8, "little") + text
-        return cls(layout, num_blocks, num_states, checksum, buffer, offset, path)
+        return cls(layout, counts, checksum, buffer, offset, path)
 
     @classmethod
     def open(cls, path: Path) -> Arena:
@@ -247,18 +290,18 @@ class Arena:
                 raise ValueError("wrong magic")
             head = json.loads(buffer[16 : 16 + length])
             layout = ArenaLayout.loads(head["layout"])
-            blocks, states = head["counts"]
-            offset = _padded(16 + length)
-            return cls(layout, blocks, states, head["sum"], buffer, offset, path)
+            return cls(layout, head["counts"], head["sum"], buffer, _padded(16 + length), path)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CacheError(f"not an arena: {error}", where=str(path)) from error
 
     @classmethod
-    def without_data(cls, block_size: int, num_blocks: int, num_states: int = 0) -> Arena:
+    def without_data(
+        cls, block_size: int, num_blocks: int, num_states: int = 0, num_checkpoints: int = 0
+    ) -> Arena:
         """Words only, in private memory: for metadata benchmarks and device-owned pages."""
         layout = ArenaLayout(block_size)
-        size = Slots.nbytes(num_blocks, 0) + Slots.nbytes(num_states, 0)
-        return cls(layout, num_blocks, num_states, False, bytearray(size + 8), 0, None)
+        counts = (num_blocks, num_states, num_checkpoints)
+        return cls(layout, counts, False, bytearray(_slots_bytes(layout, counts) + 8), 0, None)
 
     def unlink(self) -> None:
         """Remove the name; mappings of it stay valid until their processes end."""
@@ -318,21 +361,29 @@ class Arena:
                 break
         return done
 
-    # -- states -------------------------------------------------------------------------
+    # -- states and checkpoints ---------------------------------------------------------
 
     def write_state(self, slot: int, generation: int, arrays: Sequence[Array]) -> None:
         """arrays: in the order and shapes of ``layout.state``. Raises CacheError if lost."""
-        ids, words = np.array([slot], np.int64), np.array([generation], np.uint64)
-        self.states.begin(ids, words)
-        for slots, array in zip(self.states.arrays, arrays, strict=True):
-            np.copyto(slots[slot], array)
-        self.states.finish(ids, words)
+        self.states.write(slot, generation, arrays)
 
     def read_state(self, slot: int, generation: int, arrays: Sequence[Array]) -> bool:
         """False: stale or damaged, ``arrays`` undefined."""
-        if int(self.states.words[slot]) != generation:
-            return False
-        sound = self.states.first_damaged(slice(slot, slot + 1)) == 1
-        for slots, array in zip(self.states.arrays, arrays, strict=True):
-            np.copyto(array, slots[slot])
-        return sound and int(self.states.words[slot]) == generation
+        return self.states.read(slot, generation, arrays)
+
+    def write_checkpoint(self, slot: int, generation: int, arrays: Sequence[Array]) -> None:
+        """As write_state, for ``layout.checkpoint``."""
+        self.checkpoints.write(slot, generation, arrays)
+
+    def read_checkpoint(self, slot: int, generation: int, arrays: Sequence[Array]) -> bool:
+        """As read_state, for ``layout.checkpoint``."""
+        return self.checkpoints.read(slot, generation, arrays)
+
+
+def _kinds(layout: ArenaLayout) -> tuple[tuple[ArraySpec, ...], ...]:
+    return layout.block, layout.state, layout.checkpoint
+
+
+def _slots_bytes(layout: ArenaLayout, counts: Sequence[int]) -> int:
+    kinds = zip(counts, _kinds(layout), strict=True)
+    return sum(Slots.nbytes(count, slot_bytes(specs)) for count, specs in kinds)

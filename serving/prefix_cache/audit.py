@@ -11,6 +11,7 @@ from serving.prefix_cache.tree import Node, subtree
 
 if TYPE_CHECKING:
     from serving.prefix_cache.index import PrefixCache
+    from serving.prefix_cache.states import StateStore
 
 
 def audit(cache: PrefixCache) -> None:
@@ -19,7 +20,10 @@ def audit(cache: PrefixCache) -> None:
     _check_tree(cache, attached)
     _check_pins(cache, attached + detached)
     _check_blocks(cache, attached + detached)
-    _check_states(cache, attached + detached)
+    for store in cache.stores:
+        _check_records(cache, store, attached + detached)
+    assert list(cache.deadlines.values()) == sorted(cache.deadlines.values()), "deadline order"
+    assert cache.deadlines.keys() == cache.leases.keys(), "deadlines and leases differ"
 
 
 def _nodes(cache: PrefixCache) -> tuple[list[Node], list[Node]]:
@@ -78,24 +82,26 @@ def _check_blocks(cache: PrefixCache, nodes: list[Node]) -> None:
     cache.blocks.check()
 
 
-def _check_states(cache: PrefixCache, nodes: list[Node]) -> None:
-    slots, idle = [], set()
-    pins = Counter(record for held in cache.leases.values() for record in held.states)
+def _check_records(cache: PrefixCache, store: StateStore, nodes: list[Node]) -> None:
+    slots, idle, kind = [], set(), store.name
+    held = [record for lease in cache.leases.values() for record in lease.records]
+    pins = Counter(record for record in held if record.store is store)
     for node in nodes:
-        for position, record in node.states.items():
-            assert (record.node, record.position) == (node, position), "a misfiled state"
-            assert node.start < position <= node.end, "a state outside its node"
-            assert record.provenance.chain >= node.provenance.chain, "a state too exact"
+        for position, record in node.records.get(store, {}).items():
+            assert record.store is store, f"a {kind} in the wrong store"
+            assert (record.node, record.position) == (node, position), f"a misfiled {kind}"
+            assert node.start < position <= node.end, f"a {kind} outside its node"
+            assert record.provenance.chain >= node.provenance.chain, f"a {kind} too exact"
             slots.append(record.slot)
             if record.pins == 0:
                 idle.add(record)
     for record, count in pins.items():
-        assert record.pins == count, "state pins and leases differ"
+        assert record.pins == count, f"{kind} pins and leases differ"
         if record.node is None:
             slots.append(record.slot)
-    for held in cache.leases.values():
-        slots += [ref.slot for ref in held.draft.states] if held.draft else []
-    assert idle == set(cache.states.order), "the state order is not the set of unpinned ones"
-    assert len(slots) == len(set(slots)), "a state slot used twice"
-    assert len(slots) == cache.states.pool.size - cache.states.pool.free, "state slots leaked"
-    cache.states.pool.check()
+    for lease in cache.leases.values():
+        slots += [ref.slot for ref in lease.draft.granted[store]] if lease.draft else []
+    assert idle == set(store.order), f"the {kind} order is not the set of unpinned ones"
+    assert len(slots) == len(set(slots)), f"a {kind} slot used twice"
+    assert len(slots) == store.pool.size - store.pool.free, f"{kind} slots leaked"
+    store.pool.check()

@@ -17,7 +17,7 @@ Words = NDArray[np.uint64]
 
 
 class Provenance(NamedTuple):
-    """How a block or state came to be.
+    """How a block, state or checkpoint came to be.
 
     chain: approximations on the way to it (0 = exact); estimate: their summed error estimate.
     """
@@ -43,7 +43,9 @@ class CacheConfig:
 
     name: file name of the arena in the shared-memory folder; kv_bytes and state_bytes: byte
     budgets of the two pools, independent of each other; block_size: tokens per block;
-    max_chain: derived blocks and states beyond it are neither kept nor served;
+    checkpoint_interval: tokens from one slow-unit checkpoint to the next, 0 = none; their pool
+    comes on top of the budgets, as many as the blocks hold intervals and a few for branches;
+    max_chain: derived blocks, states and checkpoints beyond it are neither kept nor served;
     lease_seconds: a client silent for longer is taken for dead; ghosts: evictions remembered
     to tell "evicted" from "never seen"; checksum: verify the data of every block read.
     """
@@ -52,6 +54,7 @@ class CacheConfig:
     kv_bytes: int = 1 << 30
     state_bytes: int = 256 << 20
     block_size: int = 32
+    checkpoint_interval: int = 0
     max_chain: int = 4
     lease_seconds: float = 60.0
     ghosts: int = 4096
@@ -61,7 +64,7 @@ class CacheConfig:
         for field in ("kv_bytes", "block_size", "lease_seconds"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} = {getattr(self, field)}, must be > 0", where="cache")
-        for field in ("state_bytes", "max_chain", "ghosts"):
+        for field in ("state_bytes", "checkpoint_interval", "max_chain", "ghosts"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} = {getattr(self, field)}, must be >= 0", where="cache")
 
@@ -107,7 +110,7 @@ class MissReason(StrEnum):
 
 
 class StateRef(NamedTuple):
-    """A full state after ``position`` tokens, in arena slot ``slot``."""
+    """A full state or a checkpoint after ``position`` tokens, in slot ``slot`` of its kind."""
 
     position: int
     slot: int
@@ -123,7 +126,9 @@ class Match:
     blocks [ceil(L / block_size)] and their generations: the last one may be cut short by L,
     and ``blocks[: exact_hit_len // block_size]`` are exact;
     provenance: of the whole context [0, L); states: the deepest exact one and, for a request
-    that is not exact, a deeper derived one if there is; diverged_at: -1 unless DIVERGED.
+    that is not exact, a deeper derived one if there is; checkpoints: the four deepest, and the
+    deepest exact one if all four are derived; both deepest first, at positions <= hit_len, and
+    only exact ones for an exact request; diverged_at: -1 unless DIVERGED.
     """
 
     lease: int
@@ -136,6 +141,7 @@ class Match:
     states: tuple[StateRef, ...]
     miss_reason: MissReason
     diverged_at: int
+    checkpoints: tuple[StateRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,8 @@ class Reservation:
 
     blocks [n] hold tokens [start // block_size * block_size, end): all rows from the first
     block's first token, also those before ``start``. Empty when start == end. ``end`` is
-    short of the sequence when there was no room. states: the granted ones of those asked for.
+    short of the sequence when there was no room. states, checkpoints: the granted ones of
+    those asked for, by position.
     """
 
     lease: int
@@ -153,3 +160,4 @@ class Reservation:
     blocks: Ids
     generations: Words
     states: tuple[StateRef, ...]
+    checkpoints: tuple[StateRef, ...] = ()

@@ -7,7 +7,7 @@ arena and check its generation words. A caller that dies loses its lease, not th
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +33,7 @@ from serving.prefix_cache.states import StateStore
 from serving.prefix_cache.tree import NO_BLOCKS, Node, RadixTree, StateRecord
 
 SPARE_SHARE = 256
+CHECKPOINTS_OFFERED = 4  # a replay may have to start further back than from the deepest
 
 
 @dataclass(slots=True)
@@ -44,17 +45,16 @@ class Draft:
     start: int
     end: int
     provenance: Provenance
-    states: tuple[StateRef, ...]
+    granted: dict[StateStore, tuple[StateRef, ...]]
 
 
 @dataclass(slots=True)
 class Lease:
     """A reader's pins, or (with a draft) a writer's slots."""
 
-    deadline: float
     node: Node | None
     blocks: Ids
-    states: list[StateRecord] = field(default_factory=list)
+    records: list[StateRecord] = field(default_factory=list)
     draft: Draft | None = None
 
 
@@ -67,10 +67,13 @@ class PrefixCache:
         self.config, self.arena, self.clock = config, arena, clock
         self.block_size = arena.layout.block_size
         self.blocks = Pool(arena.blocks.words)
-        self.states = StateStore(Pool(arena.states.words))
-        self.tree = RadixTree(self.blocks, self.block_size, config.ghosts, self.states.lose)
+        self.states = StateStore("state", arena.states, 1)
+        self.checkpoints = StateStore("checkpoint", arena.checkpoints, CHECKPOINTS_OFFERED)
+        self.stores = (self.states, self.checkpoints)
+        self.tree = RadixTree(self.blocks, self.block_size, config.ghosts)
         self.chains = np.zeros(self.blocks.size, np.int16)  # of what each block holds
         self.leases: dict[int, Lease] = {}  # in order of their ids
+        self.deadlines: OrderedDict[int, float] = OrderedDict()  # of each lease, earliest first
         self._next_lease = 1
         self._users: dict[bytes, bytes] = {}  # key without salt -> namespace published last
         self._counts: Counter[str] = Counter()
@@ -83,6 +86,7 @@ class PrefixCache:
 
         Pins what it returns until ``release(match.lease)``, also when nothing was found.
         """
+        self.expire()
         namespace, body = key.namespace, _text(tokens[:-1])
         max_chain = 0 if exact_only else self.config.max_chain
         path, hit_len, blocker = self.tree.walk(namespace, body, max_chain)
@@ -91,19 +95,20 @@ class PrefixCache:
         if path and not path[-1].provenance.exact:
             exact_len = next(n.start for n in path if not n.provenance.exact)
         blocks = self.tree.gather(path, hit_len)
-        records = self.states.deepest(path, hit_len, max_chain)
+        states, checkpoints = (s.deepest(path, hit_len, max_chain) for s in self.stores)
         reason = self._why(key, body, path, hit_len, blocker)
         match = Match(
-            lease=self._lease(path, blocks, records),
+            lease=self._lease(path, blocks, states + checkpoints),
             prompt_len=len(tokens),
             hit_len=hit_len,
             exact_hit_len=exact_len,
             blocks=blocks,
             generations=self.blocks.issued[blocks],
             provenance=path[-1].provenance if path else EXACT,
-            states=tuple(self._state_ref(record) for record in records),
+            states=tuple([self.states.refer(record) for record in states]),
             miss_reason=reason,
             diverged_at=hit_len if reason is MissReason.DIVERGED else -1,
+            checkpoints=tuple([self.checkpoints.refer(record) for record in checkpoints]),
         )
         self._counts["matches"] += 1
         self._counts["tokens_asked"] += len(tokens)
@@ -127,22 +132,19 @@ class PrefixCache:
         known = key.namespace in self.tree.roots or user == key.namespace
         return MissReason.COLD if known else MissReason.SALT
 
-    def _state_ref(self, record: StateRecord) -> StateRef:
-        generation = self.states.generation(record.slot)
-        return StateRef(record.position, record.slot, generation, record.provenance)
-
     def report_corrupt(
-        self, lease: int, *, block: int | None = None, state: int | None = None
-    ) -> None:
-        """A reader found block number ``block`` of its match, or the state in slot ``state``,
-        stale or damaged. It is counted, and nobody is offered it again."""
+        self, lease: int, *, block: int | None = None, state: int | None = None,
+        checkpoint: int | None = None,
+    ) -> None:  # fmt: skip
+        """A reader found block number ``block`` of its match, or what slot ``state`` or slot
+        ``checkpoint`` holds, stale or damaged. It is counted, and nobody is offered it again."""
         held = self.leases.get(lease)
         if held is None:
             return
-        for record in held.states:
-            if record.slot == state:
-                self._counts["corrupt_states"] += 1
-                self.states.lose(record)
+        for store, slot in zip(self.stores, (state, checkpoint), strict=True):
+            bad = [r for r in held.records if r.store is store and r.slot == slot]
+            store.counts["corrupt"] += len(bad)
+            store.lose(bad)
         if block is not None and 0 <= block < len(held.blocks):
             self._counts["corrupt_blocks"] += 1
             self._drop_block(held, block)
@@ -162,32 +164,39 @@ class PrefixCache:
 
     def reserve(
         self, key: CacheKey, tokens: NDArray[np.int32], *, provenance: Provenance,
-        state_positions: Sequence[int] = (),
+        state_positions: Sequence[int] = (), checkpoint_positions: Sequence[int] = (),
     ) -> Reservation:  # fmt: skip
         """Slots for what is not cached yet of ``tokens`` [n], evicting what is least used.
 
         The caller holds K/V rows of all n tokens, none of them worse than ``provenance``.
         ``start`` is where the cache itself stands now: it may lie before or after the caller's
-        own hit. States are granted at those 0 < p <= end that are not kept yet.
+        own hit. States and checkpoints are granted at those 0 < p <= end that have none as good.
         """
+        self.expire()
         namespace, text = key.namespace, _text(tokens)
         path, start, _ = self.tree.walk(namespace, text, provenance.chain)
         lease = self._lease(path, NO_BLOCKS, [])  # pins the path while we evict
         end, blocks = start, NO_BLOCKS
+        states: tuple[StateRef, ...] = ()
+        checkpoints: tuple[StateRef, ...] = ()
         if provenance.chain <= self.config.max_chain:
             end, blocks = self._allocate(start, len(text) // 4)
-        states = []
-        for position in sorted(set(state_positions)):
-            if 0 < position <= end and provenance.chain <= self.config.max_chain:
-                states += self._grant_state(path, position, provenance)
+            states, checkpoints = (
+                store.grant(path, start, [p for p in positions if 0 < p <= end], provenance)
+                for store, positions in zip(
+                    self.stores, (state_positions, checkpoint_positions), strict=True
+                )
+            )
+        granted = {self.states: states, self.checkpoints: checkpoints}
         self.leases[lease].blocks = blocks
         self.leases[lease].draft = Draft(
-            namespace, text[: 4 * end], start, end, provenance, tuple(states)
+            namespace, text[: 4 * end], start, end, provenance, granted
         )
         self._users[key.unsalted] = namespace
         self._counts["reservations"] += 1
         self._counts["reservations_cut_short"] += end < len(text) // 4
-        return Reservation(lease, start, end, blocks, self.blocks.issued[blocks], tuple(states))
+        generations = self.blocks.issued[blocks]
+        return Reservation(lease, start, end, blocks, generations, states, checkpoints)
 
     def _allocate(self, start: int, length: int) -> tuple[int, Ids]:
         """Blocks for tokens [start, length), or as many of the first ones as there is room."""
@@ -204,18 +213,6 @@ class PrefixCache:
             self.blocks.unref(blocks)
             return start, NO_BLOCKS
         return end, blocks
-
-    def _grant_state(
-        self, path: list[Node], position: int, provenance: Provenance
-    ) -> list[StateRef]:
-        for node in path:
-            kept = node.states.get(position)
-            if kept is not None and kept.provenance.chain <= provenance.chain:
-                return []
-        slot = self.states.allocate()
-        if slot is None:
-            return []
-        return [StateRef(position, slot, self.states.generation(slot), provenance)]
 
     def publish(self, lease: int) -> int:
         """Make a reservation visible; returns the tokens that are new or better than before.
@@ -241,24 +238,12 @@ class PrefixCache:
             draft.namespace, draft.text[: 4 * draft.end], draft.start, held.blocks,
             draft.provenance, self._next_lease - 1,
         )  # fmt: skip
-        states, draft.states = draft.states, ()
-        for ref in states:
-            self._publish_state(path, ref, draft.end)
+        for store in self.stores:
+            store.publish(path, draft.end, draft.granted.pop(store))
         self._counts["tokens_published"] += added
         self._counts["tokens_upgraded"] += upgraded
         self._end(lease)
         return added + upgraded
-
-    def _publish_state(self, path: list[Node], ref: StateRef, end: int) -> None:
-        node = next((n for n in path if n.start < ref.position <= n.end), None)
-        unwritten = int(self.arena.states.words[ref.slot]) != ref.generation
-        self._counts["unwritten_states"] += unwritten
-        if node is None or unwritten or ref.position > end:
-            self.states.free(ref.slot)
-        else:
-            provenance = ref.provenance.worst(node.provenance)
-            kept = self.states.attach(node, ref.position, ref.slot, provenance)
-            self._counts["states_published"] += kept
 
     def abort(self, lease: int) -> bool:
         """Give a reservation back unpublished. False if the lease is gone."""
@@ -270,46 +255,49 @@ class PrefixCache:
 
     # -- leases -------------------------------------------------------------------------
 
-    def _lease(self, path: list[Node], blocks: Ids, states: list[StateRecord]) -> int:
+    def _lease(self, path: list[Node], blocks: Ids, records: list[StateRecord]) -> int:
         lease = self._next_lease
         self._next_lease += 1
         if path:
             self.tree.pin(path[-1])
-        for record in states:
-            self.states.pin(record)
-        deadline = self.clock() + self.config.lease_seconds
-        self.leases[lease] = Lease(deadline, path[-1] if path else None, blocks, states)
+        for record in records:
+            record.store.pin(record)
+        self.deadlines[lease] = self.clock() + self.config.lease_seconds
+        self.leases[lease] = Lease(path[-1] if path else None, blocks, records)
         return lease
 
     def _end(self, lease: int) -> bool:
         held = self.leases.pop(lease, None)
         if held is None:
             return False
+        del self.deadlines[lease]
         if held.node is not None:
             self.tree.unpin(held.node)
-        for record in held.states:
-            self.states.unpin(record)
+        for record in held.records:
+            record.store.unpin(record)
         if held.draft is not None:
             self.blocks.unref(held.blocks)
-            for ref in held.draft.states:
-                self.states.free(ref.slot)
+            for store, refs in held.draft.granted.items():
+                store.free([ref.slot for ref in refs])
         self.blocks.reclaim(next(iter(self.leases), self._next_lease))
         return True
 
     def renew(self, lease: int) -> bool:
         """Another ``lease_seconds`` from now. False if the lease is gone."""
         if lease in self.leases:
-            self.leases[lease].deadline = self.clock() + self.config.lease_seconds
+            self.deadlines[lease] = self.clock() + self.config.lease_seconds
+            self.deadlines.move_to_end(lease)
         return lease in self.leases
 
     def expire(self, now: float | None = None) -> int:
-        """End every lease whose deadline has passed; returns how many."""
-        now = self.clock() if now is None else now
-        dead = [lease for lease, held in self.leases.items() if held.deadline < now]
-        for lease in dead:
-            self._end(lease)
-        self._counts["leases_expired"] += len(dead)
-        return len(dead)
+        """End every lease whose deadline has passed; returns how many. Free of cost when there
+        is none, so ``match`` and ``reserve`` do it, too."""
+        now, before = self.clock() if now is None else now, len(self.leases)
+        while self.deadlines and next(iter(self.deadlines.values())) < now:
+            self._end(next(iter(self.deadlines)))
+        ended = before - len(self.leases)
+        self._counts["leases_expired"] += ended
+        return ended
 
     # -- upkeep -------------------------------------------------------------------------
 
@@ -327,22 +315,23 @@ class PrefixCache:
         misses = {f"miss_{reason}": self._misses[reason] for reason in MissReason}
         names = (
             "matches", "tokens_asked", "tokens_matched", "reservations", "reservations_cut_short",
-            "tokens_published", "tokens_upgraded", "states_published", "evicted_blocks",
-            "corrupt_blocks", "corrupt_states", "unwritten_blocks", "unwritten_states",
-            "leases_expired",
+            "tokens_published", "tokens_upgraded", "evicted_blocks", "corrupt_blocks",
+            "unwritten_blocks", "leases_expired",
         )  # fmt: skip
+        stride = self.arena.blocks.stride
         return {
             **{name: self._counts[name] for name in names},
             **misses,
-            "evicted_states": self.states.evicted,
+            **self.states.stats(),
+            **self.checkpoints.stats(),
             "blocks_total": self.blocks.size,
             "blocks_free": self.blocks.free,
             "blocks_reserved": reserved,
             "blocks_derived": int(np.count_nonzero(used & (self.chains > 0))),
             "blocks_retired": sum(len(ids) for _, ids in self.blocks.retired),
             "blocks_pinned": self._pinned_blocks(),
-            "states_total": self.states.pool.size,
-            "states_free": self.states.pool.free,
+            "kv_bytes_total": self.blocks.size * stride,
+            "kv_bytes_used": (self.blocks.size - self.blocks.free) * stride,
             "leases_read": len(self.leases) - len(drafts),
             "leases_write": len(drafts),
         }

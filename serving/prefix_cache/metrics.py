@@ -14,6 +14,8 @@ _GAUGES = {
     "blocks_pinned": {"pool": "blocks", "state": "pinned"},
     "states_used": {"pool": "states", "state": "used"},
     "states_free": {"pool": "states", "state": "free"},
+    "checkpoints_used": {"pool": "checkpoints", "state": "used"},
+    "checkpoints_free": {"pool": "checkpoints", "state": "free"},
 }
 _LEASES = ("leases_read", "leases_write")
 _COUNTERS = {
@@ -23,6 +25,11 @@ _COUNTERS = {
     "evicted_states": ("hybrid_cache_evicted_states_total", "States evicted"),
     "corrupt_blocks": ("hybrid_cache_corrupt_blocks_total", "Blocks found stale or damaged"),
     "corrupt_states": ("hybrid_cache_corrupt_states_total", "States found stale or damaged"),
+    "evicted_checkpoints": ("hybrid_cache_evicted_checkpoints_total", "Checkpoints evicted"),
+    "corrupt_checkpoints": (
+        "hybrid_cache_corrupt_checkpoints_total",
+        "Checkpoints found stale or damaged",
+    ),
     "leases_expired": ("hybrid_cache_leases_expired_total", "Leases of clients gone silent"),
 }
 
@@ -63,7 +70,8 @@ class CacheMetrics:
         used = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_derived"]
         values = dict(stats)
         values["blocks_exact"] = used - stats["blocks_reserved"] - stats["blocks_retired"]
-        values["states_used"] = stats["states_total"] - stats["states_free"]
+        for kind in ("states", "checkpoints"):
+            values[f"{kind}_used"] = stats[f"{kind}_total"] - stats[f"{kind}_free"]
         for key, gauge in self._gauges.items():
             gauge.set(values[key])
         for key, counter in self._counters.items():

@@ -77,9 +77,10 @@ def _reserve(cache: PrefixCache, tokens: NDArray[np.int32], args: dict[str, Any]
         _key(args),
         tokens,
         provenance=Provenance(*args["provenance"]),
-        state_positions=tuple(args["state_positions"]),
+        state_positions=args["state_positions"],
+        checkpoint_positions=args["checkpoint_positions"],
     )
-    result = {"lease": r.lease, "start": r.start, "end": r.end, "states": r.states}
+    result = {name: getattr(r, name) for name in _RESERVE_FIELDS}
     return result, r.blocks, r.generations
 
 
@@ -93,8 +94,9 @@ def _simple(name: str) -> Callable[[PrefixCache, NDArray[np.int32], dict[str, An
 
 _MATCH_FIELDS = (
     "lease", "prompt_len", "hit_len", "exact_hit_len", "provenance", "states", "miss_reason",
-    "diverged_at",
+    "diverged_at", "checkpoints",
 )  # fmt: skip
+_RESERVE_FIELDS = ("lease", "start", "end", "states", "checkpoints")
 _OPERATIONS: dict[str, Callable[[PrefixCache, NDArray[np.int32], dict[str, Any]], Result]] = {
     "match": _match,
     "reserve": _reserve,
@@ -130,6 +132,7 @@ class RemoteIndex:
             states=_states(result["states"]),
             miss_reason=MissReason(result["miss_reason"]),
             diverged_at=result["diverged_at"],
+            checkpoints=_states(result["checkpoints"]),
         )
 
     def reserve(
@@ -139,16 +142,24 @@ class RemoteIndex:
         *,
         provenance: Provenance,
         state_positions: Sequence[int] = (),
+        checkpoint_positions: Sequence[int] = (),
     ) -> Reservation:
         args = {
             "key": _key_args(key),
             "provenance": provenance,
             "state_positions": list(state_positions),
+            "checkpoint_positions": list(checkpoint_positions),
         }
         result, blocks, generations = self._call("reserve", args, tokens)
-        states = _states(result["states"])
-        lease, start, end = result["lease"], result["start"], result["end"]
-        return Reservation(lease, start, end, blocks, generations, states)
+        return Reservation(
+            lease=result["lease"],
+            start=result["start"],
+            end=result["end"],
+            blocks=blocks,
+            generations=generations,
+            states=_states(result["states"]),
+            checkpoints=_states(result["checkpoints"]),
+        )
 
     def publish(self, lease: int) -> int:
         return int(self._value("publish", lease=lease))
@@ -160,9 +171,11 @@ class RemoteIndex:
         return bool(self._value("release", lease=lease))
 
     def report_corrupt(
-        self, lease: int, *, block: int | None = None, state: int | None = None
-    ) -> object:
-        return self._value("report_corrupt", lease=lease, block=block, state=state)
+        self, lease: int, *, block: int | None = None, state: int | None = None,
+        checkpoint: int | None = None,
+    ) -> object:  # fmt: skip
+        what = {"block": block, "state": state, "checkpoint": checkpoint}
+        return self._value("report_corrupt", lease=lease, **what)
 
     def stats(self) -> dict[str, int]:
         return dict(self._value("stats"))

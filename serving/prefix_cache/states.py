@@ -1,62 +1,57 @@
-"""Full states at token positions: their own slots, their own LRU, attached to tree nodes."""
+"""What is kept at token positions: full states and checkpoints, each kind in its own slots with
+its own LRU, attached to tree nodes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
-from serving.prefix_cache.contract import Provenance
+from serving.prefix_cache.arena import Slots
+from serving.prefix_cache.contract import Provenance, StateRef
 from serving.prefix_cache.pool import Pool
 from serving.prefix_cache.tree import Node, StateRecord
 
 
 class StateStore:
-    """Evicting a state never touches K/V; a state whose K/V path goes dies with it.
+    """Evicting a record never touches K/V; a record whose K/V path goes dies with it.
 
-    ``order`` holds the unpinned attached records, least recently used first. The slot of a
-    record is free once it is neither attached nor pinned.
+    name: of its kind, in the singular; offered: how many a match is told of. ``order`` holds
+    the unpinned attached records, least recently used first. The slot of a record is free once
+    it is neither attached nor pinned.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, name: str, slots: Slots, offered: int) -> None:
+        self.name, self.stride, self.offered = name, slots.stride, offered
+        self.pool = Pool(slots.words)
         self.order: OrderedDict[StateRecord, None] = OrderedDict()
-        self.evicted = 0
+        self.counts: Counter[str] = Counter()
 
-    def allocate(self) -> int | None:
-        """A slot to write, at the cost of the least recently used state; None: all pinned."""
-        if not self.pool.free and self.order:
-            self.evicted += 1
-            self.lose(next(iter(self.order)))
-        ids = self.pool.allocate(1)
-        return int(ids[0]) if len(ids) else None
+    # -- reading ------------------------------------------------------------------------
 
-    def free(self, slot: int) -> None:
-        self.pool.unref(np.array([slot], np.int64))
+    def along(self, path: list[Node], end: int, max_chain: int) -> Iterator[StateRecord]:
+        """Of the first ``end`` tokens of ``path``, deepest first."""
+        for node in reversed(path):
+            kept = node.records.get(self)
+            for position in sorted(kept, reverse=True) if kept else ():
+                record = node.records[self][position]
+                if position <= end and record.provenance.chain <= max_chain:
+                    yield record
 
-    def generation(self, slot: int) -> int:
-        return int(self.pool.issued[slot])
+    def deepest(self, path: list[Node], hit_len: int, max_chain: int) -> list[StateRecord]:
+        """The ``offered`` deepest ones, and the deepest exact one if those are all derived."""
+        records = self.along(path, hit_len, max_chain)
+        found = list(islice(records, self.offered))
+        if not any(record.provenance.exact for record in found):
+            found += islice((record for record in records if record.provenance.exact), 1)
+        return found
 
-    def attach(self, node: Node, position: int, slot: int, provenance: Provenance) -> bool:
-        """Keep it unless one as good is there; a worse one is replaced. False: freed."""
-        old = node.states.get(position)
-        if old is not None and old.provenance.chain <= provenance.chain:
-            self.free(slot)
-            return False
-        if old is not None:
-            self.lose(old)
-        record = node.states[position] = StateRecord(node, position, slot, provenance)
-        self.order[record] = None
-        return True
-
-    def lose(self, record: StateRecord) -> None:
-        """Detach; readers that have it pinned keep the slot until they release it."""
-        if record.node is not None:
-            del record.node.states[record.position]
-            record.node = None
-            self.order.pop(record, None)
-            if record.pins == 0:
-                self.free(record.slot)
+    def refer(self, record: StateRecord) -> StateRef:
+        generation = int(self.pool.issued[record.slot])
+        return StateRef(record.position, record.slot, generation, record.provenance)
 
     def pin(self, record: StateRecord) -> None:
         record.pins += 1
@@ -66,21 +61,81 @@ class StateStore:
         record.pins -= 1
         if record.pins == 0:
             if record.node is None:
-                self.free(record.slot)
+                self.free([record.slot])
             else:
                 self.order[record] = None
 
-    def deepest(self, path: list[Node], hit_len: int, max_chain: int) -> list[StateRecord]:
-        """The deepest exact state at or before ``hit_len`` and the deepest derived one after
-        it, deepest first."""
-        found: list[StateRecord] = []
-        for node in reversed(path):
-            for position in sorted(node.states, reverse=True):
-                record = node.states[position]
-                if position > hit_len or record.provenance.chain > max_chain:
-                    continue
-                if record.provenance.exact:
-                    return [*found, record]
-                if not found:
-                    found.append(record)
-        return found
+    # -- writing ------------------------------------------------------------------------
+
+    def grant(
+        self, path: list[Node], start: int, positions: Iterable[int], provenance: Provenance
+    ) -> tuple[StateRef, ...]:
+        """Slots to write for ``positions`` at which nothing as good is kept on the first
+        ``start`` tokens of ``path``, at the cost of what was used least recently; only the
+        first ones if too many are pinned."""
+        kept = {record.position for record in self.along(path, start, provenance.chain)}
+        wanted = sorted(set(positions) - kept)
+        short = len(wanted) - self.pool.free
+        if short > 0:
+            victims = list(islice(self.order, short))
+            self.counts["evicted"] += len(victims)
+            self.lose(victims)
+        slots = self.pool.allocate(len(wanted))
+        issued = self.pool.issued[slots].tolist()
+        granted = zip(wanted, slots.tolist(), issued, strict=False)
+        return tuple([StateRef(*each, provenance) for each in granted])
+
+    def publish(self, path: list[Node], end: int, refs: Sequence[StateRef]) -> None:
+        """Attach what was written of ``refs`` to its place in the first ``end`` tokens of
+        ``path``, unless something as good is there; something worse is replaced."""
+        ends, unused = [node.end for node in path], []
+        for ref in refs:
+            at = bisect_left(ends, ref.position)
+            written = int(self.pool.words[ref.slot]) == ref.generation
+            self.counts["unwritten"] += not written
+            visible = written and ref.position <= end and at < len(path)
+            if not (visible and self._attach(path[at], ref)):
+                unused.append(ref.slot)
+        self.free(unused)
+
+    def _attach(self, node: Node, ref: StateRef) -> bool:
+        provenance = ref.provenance.worst(node.provenance)
+        kept = node.records.setdefault(self, {})
+        old = kept.get(ref.position)
+        if old is not None:
+            if old.provenance.chain <= provenance.chain:
+                return False
+            self.lose([old])
+        record = kept[ref.position] = StateRecord(self, node, ref.position, ref.slot, provenance)
+        self.order[record] = None
+        self.counts["published"] += 1
+        return True
+
+    def lose(self, records: Iterable[StateRecord]) -> None:
+        """Detach; readers that have one pinned keep its slot until they release it."""
+        unused = []
+        for record in records:
+            if record.node is not None:
+                del record.node.records[self][record.position]
+                record.node = None
+                self.order.pop(record, None)
+                if record.pins == 0:
+                    unused.append(record.slot)
+        self.free(unused)
+
+    def free(self, slots: list[int]) -> None:
+        """Granted slots that are not going to be published, or published ones nobody needs."""
+        if slots:
+            self.pool.unref(np.array(slots, np.int64))
+
+    def stats(self) -> dict[str, int]:
+        counted = {f"{what}_{self.name}s": self.counts[what] for what in ("evicted", "corrupt")}
+        return {
+            **counted,
+            f"unwritten_{self.name}s": self.counts["unwritten"],
+            f"{self.name}s_published": self.counts["published"],
+            f"{self.name}s_total": self.pool.size,
+            f"{self.name}s_free": self.pool.free,
+            f"{self.name}_bytes_total": self.pool.size * self.stride,
+            f"{self.name}_bytes_used": (self.pool.size - self.pool.free) * self.stride,
+        }

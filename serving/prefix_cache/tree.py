@@ -12,22 +12,29 @@ Tokens are kept as bytes, 4 per token: comparing a node is one memcmp, splitting
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from serving.prefix_cache.contract import EXACT, Ids, Provenance
 from serving.prefix_cache.pool import Pool
 
+if TYPE_CHECKING:
+    from serving.prefix_cache.states import StateStore
+
 NO_BLOCKS: Ids = np.empty(0, np.int64)
 
 
 class StateRecord:
-    """A full state after ``position`` tokens. ``node`` is None once the index let it go."""
+    """What ``store`` keeps after ``position`` tokens. ``node`` is None once it let it go."""
 
-    __slots__ = ("node", "pins", "position", "provenance", "slot")
+    __slots__ = ("node", "pins", "position", "provenance", "slot", "store")
 
-    def __init__(self, node: Node, position: int, slot: int, provenance: Provenance) -> None:
+    def __init__(
+        self, store: StateStore, node: Node, position: int, slot: int, provenance: Provenance
+    ) -> None:
+        self.store = store
         self.node: Node | None = node
         self.position, self.slot, self.provenance, self.pins = position, slot, provenance, 0
 
@@ -35,7 +42,7 @@ class StateRecord:
 class Node:
     __slots__ = (
         "attached", "blocks", "children", "end", "key", "parent", "pins", "provenance",
-        "start", "states", "uid", "used",
+        "records", "start", "uid", "used",
     )  # fmt: skip
 
     def __init__(
@@ -46,7 +53,7 @@ class Node:
         self.start, self.end = start, start + len(key) // 4
         self.provenance = provenance
         self.children: dict[bytes, Node] = {}
-        self.states: dict[int, StateRecord] = {}
+        self.records: dict[StateStore, dict[int, StateRecord]] = {}  # by position
         self.pins = 0
         self.used = 0
         self.attached = True
@@ -74,11 +81,8 @@ class RadixTree:
     front and never searches. Blocks are owned through ``pool`` references, one per node.
     """
 
-    def __init__(
-        self, pool: Pool, block_size: int, ghosts: int, lose_state: Callable[[StateRecord], None]
-    ) -> None:
+    def __init__(self, pool: Pool, block_size: int, ghosts: int) -> None:
         self.pool, self.block_size, self.max_ghosts = pool, block_size, ghosts
-        self.lose_state = lose_state  # told of each state whose path is going
         self.roots: dict[bytes, Node] = {}
         self.leaves: OrderedDict[Node, None] = OrderedDict()
         self.ghosts: OrderedDict[tuple[int | bytes, bytes], None] = OrderedDict()
@@ -237,9 +241,10 @@ class RadixTree:
         node.key, node.start, node.blocks, node.parent = node.key[cut:], at, lower, upper
         upper.children[node.first] = node
         parent.children[upper.first] = upper
-        for position in [p for p in node.states if p <= at]:
-            record = upper.states[position] = node.states.pop(position)
-            record.node = upper
+        for store, kept in node.records.items():
+            upper.records[store] = {p: kept.pop(p) for p in list(kept) if p <= at}
+            for record in upper.records[store].values():
+                record.node = upper
         return upper
 
     # -- shrinking ----------------------------------------------------------------------
@@ -267,14 +272,14 @@ class RadixTree:
         self._ghost(leaf, leaf.key[cut : cut + 4])
         cut_off = leaf.blocks[keep:]
         leaf.key, leaf.end, leaf.blocks = leaf.key[:cut], end, leaf.blocks[:keep].copy()
-        self._lose_states(leaf, end)
+        self._lose_records(leaf, end)
         return cut_off
 
     def _remove(self, leaf: Node) -> Ids:
         parent = leaf.parent
         assert parent is not None
         del self.leaves[leaf]
-        self._lose_states(leaf, 0)
+        self._lose_records(leaf, 0)
         del parent.children[leaf.first]
         self._bereave(parent, leaf)
         return leaf.blocks
@@ -297,10 +302,10 @@ class RadixTree:
         if len(self.ghosts) > self.max_ghosts:
             self.ghosts.popitem(last=False)
 
-    def _lose_states(self, node: Node, end: int) -> None:
-        if node.states:
-            for position in [p for p in node.states if p > end]:
-                self.lose_state(node.states[position])
+    def _lose_records(self, node: Node, end: int) -> None:
+        """Those after token ``end``: the K/V they continue is going."""
+        for store, kept in node.records.items():
+            store.lose([record for position, record in kept.items() if position > end])
 
     def drop(self, node: Node, at: int) -> None:
         """Take everything from token ``at`` of ``node`` on out of the index; what is pinned
@@ -324,7 +329,7 @@ class RadixTree:
         """Free a detached leaf and every ancestor that it alone kept."""
         current: Node | None = node
         while current is not None and not current.children and current.pins == 0:
-            self._lose_states(current, 0)
+            self._lose_records(current, 0)
             self.pool.unref(current.blocks)
             current.blocks = NO_BLOCKS
             parent, current.parent = current.parent, None
