@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from build.hub import find_checkpoint
 from build.pipeline import Options, convert
@@ -21,6 +22,7 @@ from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
 from engine_configs.names import NamedModel, find_model, known_models
 
+WIDEST = 132  # of any table printed here
 ARTIFACTS = Path(__file__).parent / "artifacts"
 console = Console(soft_wrap=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -51,7 +53,7 @@ def main(
     """Convert a hybrid model for serving."""
     try:
         if list_models:
-            console.print(list_table(known_models()))
+            _print_table(list_table(known_models()))
             return
         if lowering not in ("ort", "standard"):
             _fail(f"--lowering is {lowering!r}, expected ort or standard")
@@ -59,14 +61,16 @@ def main(
             _fail("give --model NAME (see --list) or --checkpoint DIR")
         name = model or checkpoint.name  # type: ignore[union-attr]
         known = NamedModel(name, "", {}, checkpoint) if checkpoint else find_model(name)
-        family = read_checkpoint_config(checkpoint) if checkpoint else known.family()
+        family = known.family()
         if plan:
-            console.print(plan_table(name, family.spec, memory_gib))
+            _print_table(plan_table(name, family.spec, memory_gib))
             return
         source = None if random_weights is not None else known.checkpoint or find_checkpoint(known)
         if source is None and random_weights is None:
-            console.print(plan_table(name, family.spec, memory_gib))
+            _print_table(plan_table(name, family.spec, memory_gib))
             _no_weights(known)
+        if source:  # its own config.json counts; a name's numbers only serve to plan
+            family = read_checkpoint_config(source)
         target = output or ARTIFACTS / name
         options = Options(name, family, source, target, random_weights or 0, lowering)
         bundle = convert(options, Bars())
@@ -79,6 +83,11 @@ def main(
     for what, why in bundle.manifest["skipped"].items():
         console.print(f"skipped {what}: {why}")
     console.print(f"wrote {target}")
+
+
+def _print_table(table: Table) -> None:
+    """At its own width: a cell cut short would not be the figure asked for."""
+    Console(width=max(console.width, WIDEST)).print(table)
 
 
 def _no_weights(model: NamedModel) -> NoReturn:

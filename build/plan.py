@@ -26,7 +26,7 @@ def tokens_that_fit(spec: HybridSpec, memory_bytes: float, bytes_per_value: int)
 def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
     """The plan of one model, a column per dtype."""
     table = Table(title=f"{name} ({spec.model_type})", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     rows: dict[str, list[str]] = {
         "parameters": [],
         "layers (attention + linear)": [],
@@ -38,7 +38,7 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
     }
     attention, linear = len(spec.attention_layers()), len(spec.state_layers())
     for dtype, size in _DTYPES.items():
-        table.add_column(dtype, justify="right")
+        table.add_column(dtype, justify="right", no_wrap=True)
         cells = [
             f"{spec.num_parameters():,}",
             f"{attention} + {linear}",
@@ -59,7 +59,8 @@ def list_table(models: dict[str, NamedModel]) -> Table:
     """Every known model, a row each (bytes at 2 per value)."""
     table = Table(title="Models known by name (bf16 values, fp32 states)", title_justify="left")
     for column in ("name", "weights", "parameters", "KV/token", "state", "1 checkpoint ="):
-        table.add_column(column, justify="left" if column in ("name", "weights") else "right")
+        left = column in ("name", "weights")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for model in models.values():
         spec = model.family().spec
         table.add_row(

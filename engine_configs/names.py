@@ -17,6 +17,14 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """The dtype weights are converted to unless asked otherwise, per kind of target."""
+
+    cpu: str = "fp32"
+    gpu: str = "bf16"
+
+
+@dataclass(frozen=True)
 class NamedModel:
     """``hub_id``: where the weights are published ('' = shipped here); ``config``: what
     ``config.json`` says there, so that a plan needs no download."""
@@ -25,6 +33,7 @@ class NamedModel:
     hub_id: str
     config: dict[str, Any]
     checkpoint: Path | None = None
+    dtype: Dtypes = Dtypes()
 
     def family(self) -> Family:
         if self.checkpoint:
@@ -62,7 +71,11 @@ def _read(file: Path) -> NamedModel:
             raise ConfigError(f"unknown key {key!r} (value {data[key]!r})", where=str(file))
     for key in sorted(known - set(data)):
         raise ConfigError(f"key {key!r} is missing", where=str(file))
-    return NamedModel(file.stem, data["hub_id"], _with_nulls(data["config"]))
+    try:
+        dtype = Dtypes(**data["dtype"])
+    except TypeError as e:
+        raise ConfigError(f"dtype: {e}", where=str(file), fix="Give cpu and gpu") from None
+    return NamedModel(file.stem, data["hub_id"], _with_nulls(data["config"]), dtype=dtype)
 
 
 def _with_nulls(value: Any) -> Any:

@@ -121,14 +121,17 @@ class ConfigReader:
         self._children.append(reader)
         return reader
 
-    def layer_types(self, count: int, default: list[str], key: str = "layer_types") -> list[str]:
+    def layer_types(self, count: int, default: list[str]) -> list[str]:
         """The kind of each layer in the current spelling."""
-        types = [_LEGACY.get(t, t) for t in self.take(key, list, default)]
+        types = self.first("layer_types", "layers_block_type", kind=list, default=default)
         if len(types) != count:
-            raise ConfigError(f"{key} has {len(types)} entries, not {count}", where=self.where)
+            raise ConfigError(
+                f"layer_types has {len(types)} entries, not {count}", where=self.where
+            )
+        types = [_LEGACY.get(t, t) for t in types]
         for i, kind in enumerate(types):
-            if kind not in default and kind not in _LAYER_TYPES:
-                raise ConfigError(f"{key}[{i}] is {kind!r}", where=self.where)
+            if kind not in _LAYER_TYPES:
+                raise ConfigError(f"layer_types[{i}] is {kind!r}", where=self.where)
         return types
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -136,6 +139,14 @@ class ConfigReader:
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list) else (value,)
+
+    def first(self, *keys: str, kind: type[T], default: T = _REQUIRED) -> T:
+        """One value that goes by several names; two that differ are an error."""
+        found = {key: self.take(key, kind) for key in keys if self.data.get(key) is not None}
+        self._taken.update(keys)
+        if len(set(map(repr, found.values()))) > 1:
+            raise ConfigError(f"{found} are one setting with several values", where=self.where)
+        return next(iter(found.values())) if found else self.take(keys[0], kind, default)
 
     def rope(
         self, head_dim: int, *, default_theta: float, rotary_share: float = 1.0

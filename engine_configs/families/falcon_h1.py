@@ -23,6 +23,8 @@ def falcon_h1(config: ConfigReader) -> Family:
     config.expect("hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "projectors_bias"):
         config.expect(key, False)
+    config.expect("attn_layer_indices", None)
+    config.ignore(*(k for k in config.data if k.startswith("time_step_") and k[10:] != "limit"))
     config.ignore("num_logits_to_keep", "mamba_use_mlp", "layer_types", "layers_block_type")
     attention = Attention(
         num_heads=heads,

@@ -49,11 +49,10 @@ def granitemoehybrid(config: ConfigReader) -> Family:
     scale = config.take("residual_multiplier", float, 1.0)
     count = config.positive("num_hidden_layers")
     default = ["linear_attention"] * count
-    key = "layer_types" if "layer_types" in config.data else "layers_block_type"
     second = "moe" if experts else "mlp"
 
     stack = Stack("model")
-    for kind in config.layer_types(count, default, key):
+    for kind in config.layer_types(count, default):
         if kind == "full_attention":
             first = Block("attn", attention, norm, residual_scale=scale)
             stack.layer(first, Block(second, mlp, norm, residual_scale=scale))

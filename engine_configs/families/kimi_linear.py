@@ -67,10 +67,8 @@ def kimi_linear(config: ConfigReader) -> Family:
                 stack.put(f"mlp.{name}", named(*paths))
         else:
             _moe_sources(stack, moe)
-    length = "model_max_length" if "model_max_length" in config.data else "max_position_embeddings"
-    return stack.family(
-        config, "kimi_linear", hidden, norm, max_position=config.positive(length, 1048576)
-    )
+    length = config.first("model_max_length", "max_position_embeddings", kind=int, default=1 << 20)
+    return stack.family(config, "kimi_linear", hidden, norm, max_position=length)
 
 
 def _layer_types(config: ConfigReader, count: int) -> tuple[list[str], dict[str, Any]]:
@@ -115,22 +113,18 @@ def _dense(config: ConfigReader, count: int) -> list[bool]:
 
 
 def _moe(config: ConfigReader) -> Moe:
-    def either(key: str, older: str, default: int) -> int:
-        return config.positive(older if older in config.data else key, default)
-
     intermediate = config.positive("moe_intermediate_size", 1024)
-    shared = either("num_shared_experts", "n_shared_experts", 1)
-    renormalize = "norm_topk_prob" if "norm_topk_prob" in config.data else "moe_renormalize"
+    shared = config.first("num_shared_experts", "n_shared_experts", kind=int, default=1)
     return Moe(
-        num_experts=either("num_experts", "num_local_experts", 256),
-        top_k=either("num_experts_per_token", "num_experts_per_tok", 8),
+        num_experts=config.first("num_experts", "num_local_experts", kind=int),
+        top_k=config.first("num_experts_per_token", "num_experts_per_tok", kind=int),
         intermediate=intermediate,
         shared=Mlp(intermediate * shared),
         scoring="sigmoid",
         correction=True,
-        normalize=config.take(renormalize, bool, True),
+        normalize=config.first("moe_renormalize", "norm_topk_prob", kind=bool, default=True),
         scale=config.take("routed_scaling_factor", float, 2.446),
-        num_groups=either("num_expert_group", "n_group", 1),
+        num_groups=config.first("num_expert_group", "n_group", kind=int, default=1),
         top_groups=config.positive("topk_group", 1),
     )
 

@@ -44,9 +44,9 @@ def read_mamba2(
     )
 
 
-def time_step_limit(config: ConfigReader, key: str) -> tuple[float, float | None]:
+def time_step_limit(config: ConfigReader, *keys: str) -> tuple[float, float | None]:
     """Clamp of dt; transformers applies it in prefill only, here every step does."""
-    low, high = config.take(key, list, [0.0, math.inf])
+    low, high = config.first(*keys, kind=list, default=[0.0, math.inf])
     if isinstance(high, dict):  # how transformers writes what JSON has no number for
         high = high.get("__float__")
     high = float(high)

@@ -29,9 +29,7 @@ def nemotron_h(config: ConfigReader) -> Family:
     config.ignore("mamba_ssm_cache_dtype", "num_nextn_predict_layers", "output_router_logits")
     config.ignore(*(k for k in config.data if k.startswith(("mtp_", "time_step_", "mamba_dt_"))))
     config.ignore("moe_shared_expert_overlap", "is_mamba2", "mlp_expand")
-    key = "attention_head_dim" if "attention_head_dim" in config.data else "head_dim"
-    config.ignore("head_dim")
-    head_dim = config.positive(key, 128)
+    head_dim = config.first("head_dim", "attention_head_dim", kind=int, default=128)
     mixers: dict[str, Mixer] = {
         "full_attention": Attention(
             num_heads=heads,
@@ -73,8 +71,8 @@ def _layer_types(config: ConfigReader) -> list[str]:
     """``layers_block_type``, or the older ``hybrid_override_pattern``, a letter a layer."""
     config.ignore("num_hidden_layers", "mtp_hybrid_override_pattern")
     pattern = config.take("hybrid_override_pattern", str, "")
-    key = "layer_types" if "layer_types" in config.data else "layers_block_type"
-    types = config.take(key, list, [_PATTERN.get(letter, letter) for letter in pattern])
+    spelled = [_PATTERN.get(letter, letter) for letter in pattern]
+    types = config.first("layers_block_type", "layer_types", kind=list, default=spelled)
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     types = [older.get(t, t) for t in types]
     for i, kind in enumerate(types):
@@ -88,21 +86,16 @@ def _layer_types(config: ConfigReader) -> list[str]:
 
 
 def _mamba2(config: ConfigReader, norm: Norm) -> Mamba2:
-    key = "mamba_dt_limit" if "mamba_dt_limit" in config.data else "time_step_limit"
-    low, high = time_step_limit(config, key)
-
-    def either(name: str, older: str, default: int) -> int:
-        return config.positive(older if older in config.data else name, default)
-
-    bias = "mamba_conv_bias" if "mamba_conv_bias" in config.data else "use_conv_bias"
+    low, high = time_step_limit(config, "time_step_limit", "mamba_dt_limit")
+    groups = config.first("n_groups", "mamba_n_groups", "mamba_num_groups", kind=int, default=8)
     return Mamba2(
         num_heads=config.positive("mamba_num_heads", 128),
         head_dim=config.positive("mamba_head_dim", 64),
-        state_size=config.positive("ssm_state_size", 128),
-        num_groups=either("n_groups", "mamba_n_groups", 8),
-        conv_width=either("conv_kernel", "mamba_d_conv", 4),
+        state_size=config.first("ssm_state_size", "mamba_state_dim", kind=int, default=128),
+        num_groups=groups,
+        conv_width=config.first("conv_kernel", "mamba_d_conv", kind=int, default=4),
         norm=norm,
-        conv_bias=config.take(bias, bool, True),
+        conv_bias=config.first("use_conv_bias", "mamba_conv_bias", kind=bool, default=True),
         dt_min=low,
         dt_max=high,
     )

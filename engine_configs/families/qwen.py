@@ -81,7 +81,8 @@ def _qwen(
         conv_width=config.positive("linear_conv_kernel_dim", 4),
         norm_eps=norm.eps,
     )
-    config.ignore("router_aux_loss_coef", "output_router_logits", "mamba_ssm_dtype", "mlp_only")
+    config.expect("attn_output_gate", True)
+    config.ignore("router_aux_loss_coef", "output_router_logits", "mamba_ssm_dtype")
     config.ignore(*(k for k in config.data if k.startswith("mtp_")))
     mixers = _mlps(config, moe=moe)
     layers = range(1, len(mixers) + 1)
@@ -121,6 +122,7 @@ def _mlps(config: ConfigReader, *, moe: bool) -> list[Mlp | Moe]:
     """The second mixer of each layer."""
     count = config.positive("num_hidden_layers")
     if not moe:
+        config.expect("mlp_only_layers", None, [])
         return [Mlp(config.positive("intermediate_size"))] * count
     experts = _moe(config)
     step, dense = (

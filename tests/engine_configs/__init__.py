@@ -1,0 +1,1 @@
+"""Specs, families and models known by name."""
