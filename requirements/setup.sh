@@ -2,6 +2,7 @@
 # Everything the project needs, into .venv: `make .venv/ready` runs this. Safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+SITE=.venv/lib/python3.11/site-packages
 
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
 die() { printf '\033[1;31m[setup]\033[0m %s\n' "$*" >&2; exit 1; }
@@ -25,16 +26,19 @@ check_machine() {
         die "the Triton server wheel needs glibc 2.35 (Debian 12, Ubuntu 22.04), this machine has $glibc"
 }
 
-# Debian ships python3.11 without ensurepip. pip then comes from its package, unpacked, no root needed.
-pip_from_debian() {
-    command -v apt-get >/dev/null && command -v dpkg >/dev/null ||
-        die "this python has no ensurepip: install its venv package (python3.11-venv)"
-    local unpacked=$PWD/.venv/apt
-    mkdir -p "$unpacked"
-    (cd "$unpacked" && { apt-get download python3-pip-whl || { apt-get update && apt-get download python3-pip-whl; }; } &&
-        dpkg -x python3-pip-whl_*.deb .) ||
-        die "could not fetch python3-pip-whl: as root, run: apt-get update && apt-get install python3.11-venv"
-    .venv/bin/python "$(echo "$unpacked"/usr/share/python-wheels/pip-*.whl)/pip" install pip
+# A Debian package unpacked into .venv/apt: needs no root and changes nothing outside.
+unpack_debian() {
+    command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
+    mkdir -p .venv/apt
+    (cd .venv/apt && { apt-get -qq download "$1" || { apt-get -qq update && apt-get -qq download "$1"; }; } &&
+        dpkg -x "$1"_*.deb .) 2>/dev/null
+}
+
+# Debian's python3.11 has no ensurepip; pip then comes from the package that its venv would use.
+install_pip() {
+    unpack_debian python3-pip-whl ||
+        die "this python has no ensurepip: as root, apt-get update && apt-get install python3.11-venv"
+    .venv/bin/python "$(echo .venv/apt/usr/share/python-wheels/pip-*.whl)/pip" install --quiet pip
 }
 
 make_venv() {
@@ -49,7 +53,7 @@ make_venv() {
         "$python" -m venv .venv
     else
         "$python" -m venv --without-pip .venv
-        pip_from_debian
+        install_pip
     fi
 }
 
@@ -74,14 +78,39 @@ install_torch() {
 install_server() {
     say "installing the Triton server (55 MB)"
     pip_install --no-deps -r requirements/triton.txt
-    local server
-    server=$(echo .venv/lib/python3.11/site-packages/pytriton/tritonserver)
-    cp -p "$server/python_backend_stubs/3.11/triton_python_backend_stub" "$server/backends/python/"
+    local server=$SITE/pytriton/tritonserver
+    local stub=$server/backends/python/triton_python_backend_stub
+    cp -p "$server/python_backend_stubs/3.11/triton_python_backend_stub" "$stub"
+    if [[ $(ldd "$stub") == *"libpython3.11.so.1.0 => not found"* ]]; then
+        link_libpython
+    fi
+    [[ $(ldd "$stub") != *"not found"* ]] || die "the stub lacks libraries: $(ldd "$stub" | grep found)"
+}
+
+# The stub embeds python: Debian has the library in a package of its own, others beside python.
+link_libpython() {
+    local library
+    library=$(.venv/bin/python - <<'PYTHON'
+import pathlib, sysconfig
+home = pathlib.Path(sysconfig.get_config_var("LIBDIR"))
+for folder in (home, home / (sysconfig.get_config_var("MULTIARCH") or "")):
+    if (folder / "libpython3.11.so.1.0").exists():
+        print(folder / "libpython3.11.so.1.0")
+        break
+PYTHON
+    )
+    if [ -z "$library" ]; then
+        say "libpython3.11 is not installed: unpacking its package into .venv"
+        unpack_debian libpython3.11 ||
+            die "the Triton server needs libpython3.11: as root, apt-get update && apt-get install libpython3.11"
+        library=$PWD/.venv/apt/usr/lib/x86_64-linux-gnu/libpython3.11.so.1.0
+    fi
+    ln -sfn "$library" "$SITE/nvidia_pytriton.libs/libpython3.11.so.1.0"  # where the stub's RPATH leads
 }
 
 # perf_analyzer wants two libraries that lie in the server wheel under hashed names.
 install_perf_analyzer() {
-    local home=.venv/perf_analyzer libs=.venv/lib/python3.11/site-packages/nvidia_pytriton.libs
+    local home=.venv/perf_analyzer libs=$SITE/nvidia_pytriton.libs
     if [ ! -x "$home/bin/perf_analyzer" ]; then
         say "installing perf_analyzer (14 MB)"
         rm -rf "$home"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,13 @@ def _check_wheel(binary: Path) -> None:
         raise LaunchError(
             f"the Triton wheel has no python stub at {stub}",
             fix="Run `make setup`: it copies the stub of this python version there.",
+        )
+    # Without its libraries the stub dies silently and the server waits for it for ever.
+    loader = subprocess.run([stub], capture_output=True, text=True, timeout=30, check=False)
+    if loader.returncode == 127:
+        raise LaunchError(
+            f"Triton's python stub does not start: {loader.stderr.strip()}",
+            fix="Run `make setup`: it brings the libraries.",
         )
     numpy_version = importlib.metadata.version("numpy")
     if int(numpy_version.split(".")[0]) >= 2:

@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +85,9 @@ class Server:
         self._log = tempfile.TemporaryFile("a+b", prefix="hybrid-serve-")  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: dict[int, str] = {}
-        self._ready, self._stopping, self._ended = (threading.Event() for _ in range(3))
+        self._ready, self._started = threading.Event(), threading.Event()
+        self._stopping, self._ended = threading.Event(), threading.Event()
+        # One thread from the first start to the end: the kernel ends the server with that thread.
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
     @property
@@ -103,12 +106,12 @@ class Server:
 
     def start(self) -> None:
         """Returns when all models are ready; what raises (LaunchError, Stopped) leaves nothing."""
-        try:
-            self._start_once()
-        except BaseException:
-            self._clear()
-            raise
         self._supervisor.start()
+        self._started.wait()
+        if self.failure is not None:
+            raise self.failure
+        if not self.ready:
+            raise Stopped
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until request_stop(), or the server is given up (then `failure` says why)."""
@@ -130,12 +133,6 @@ class Server:
         self.request_stop()
         if self._supervisor.is_alive():
             self._supervisor.join()
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.options.drain_timeout + 5)
-        self._clear()
         self._log.close()
 
     def log_tail(self, lines: int = TAIL_LINES) -> str:
@@ -187,7 +184,10 @@ class Server:
         http_port, grpc_port, metrics_port = self._ports
         host = self.options.host
         prefix = residue.stub_region_prefix(self.run_id)
+        # Should this process be killed, the kernel tells the server, which then ends by itself.
+        setpriv = shutil.which("setpriv")
         command = [
+            *([setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []),
             str(self._triton.binary),
             f"--model-repository={self.repository}",
             f"--backend-config=python,shm-region-prefix-name={prefix}",
@@ -214,10 +214,32 @@ class Server:
                 raise self._start_failure(f"was not ready in {self.options.ready_timeout:.0f} s")
 
     def _start_failure(self, what: str) -> LaunchError:
-        hint = "Its log is above." if self.options.verbose else f"Its log ends:\n{self.log_tail()}"
-        return LaunchError(f"the Triton server {what}", where=str(self.repository), fix=hint)
+        return LaunchError(
+            f"the Triton server {what}", where=str(self.repository), fix=self._log_hint()
+        )
+
+    def _log_hint(self) -> str:
+        return "Its log is above." if self.options.verbose else f"Its log ends:\n{self.log_tail()}"
 
     def _supervise(self) -> None:
+        try:
+            self._start_once()
+            self._started.set()
+            self._watch()
+            self._drain()
+        except Stopped:
+            pass
+        except LaunchError as error:
+            self.failure = error
+        except OSError as error:  # no permission to run it, no room for the ready file
+            self.failure = LaunchError(str(error), where=str(self.repository))
+        finally:
+            self._clear()
+            self._started.set()
+            self._ended.set()
+
+    def _watch(self) -> None:
+        """Restart what breaks until a stop is asked for. Raises LaunchError to give up."""
         while not self._stopping.wait(WATCH_INTERVAL):
             reason = self._broken()
             if reason is None:
@@ -226,23 +248,21 @@ class Server:
             now = time.monotonic()
             self.restarts = [t for t in self.restarts if now - t < RESTART_WINDOW]
             if len(self.restarts) >= self.options.restarts:
-                self.failure = LaunchError(
+                raise LaunchError(
                     f"{reason}; restarts in the last {RESTART_WINDOW / 60:.0f} minutes: "
                     f"{len(self.restarts)}",
                     where=str(self.repository),
-                    fix=f"Its log ends:\n{self.log_tail()}",
+                    fix=self._log_hint(),
                 )
-                break
             self.restarts.append(now)
-            try:
-                self._start_once()
-            except Stopped:
-                break
-            except LaunchError as error:
-                self.failure = error
-                self._clear()
-                break
-        self._ended.set()
+            self._start_once()
+
+    def _drain(self) -> None:
+        """Running requests may end, new ones are refused."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.options.drain_timeout + 5)
 
     def _broken(self) -> str | None:
         assert self._process is not None

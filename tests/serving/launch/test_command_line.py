@@ -74,6 +74,15 @@ def test_drain_ends_at_its_timeout(run_launch: Run) -> None:
     assert_nothing_left(ready["run_id"], int(ready["pid"]))
 
 
+def test_killed_launcher_takes_the_server_with_it(run_launch: Run) -> None:
+    run = run_launch()
+    ready = run.ready()
+    run.signal(signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{ready['pid']}").exists(), 15, "the server to end")
+    wait_until(lambda: not residue.find_stubs(ready["run_id"]), 5, "its stubs to end")
+    residue.remove(ready["run_id"])  # the test model leaves its arena to the launcher
+
+
 def test_restarts_on_the_same_ports_then_gives_up(run_launch: Run) -> None:
     run = run_launch("--restarts", "1")
     first = run.ready()
