@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine_configs.errors import BundleError, ConfigError
 from engine_configs.spec import HybridSpec, from_json
+from serving.replay.calibration import UNCALIBRATED, Calibration
+from serving.replay.calibration import from_json as calibration_from_json
 
 FORMAT = 1
 
@@ -59,6 +62,13 @@ class Bundle:
     @property
     def model_file(self) -> Path:
         return self.path / "model.onnx"
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What is known of replaying prefixes on this model. Raises ConfigError when damaged."""
+        data = self.manifest.get("calibration")
+        where = f"{self.manifest_file}: calibration"
+        return calibration_from_json(data, where) if data else UNCALIBRATED
 
     @property
     def digest(self) -> str:

@@ -1,8 +1,7 @@
-"""Continuous batching. The path of a request is ``Engine._serve``, one generator per sequence.
+"""Continuous batching: the loop that runs the steps of all sequences (their path is ``path.py``).
 
-A generator yields the step it needs next and is resumed with that step's logits. The loop runs,
-in turn, one chunk of one prefill or replay (B = 1) and one decode over all sequences that have
-a token to feed (a batch per slot class).
+In turn, one chunk of one prefill or replay (B = 1) and one decode over all sequences that have a
+token to feed (a batch per slot class).
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +25,10 @@ from engine_configs.errors import (
     RequestError,
 )
 from serving.engine.model import Model, decode_step, prefill_step
-from serving.engine.prefix import Hit, Prefixes
-from serving.engine.requests import Finish, Request, Stream, Token
-from serving.engine.sampling import Sampler
+from serving.engine.path import Life, Prefill, RequestPath, Result, Sequence, Wait
+from serving.engine.prefix import Prefixes
+from serving.engine.requests import Finish, Request, Stream
 from serving.engine.slots import SlotClass, class_capacities
-from serving.prefix_cache import EXACT, Provenance, ReplaySource
 
 log = logging.getLogger(__name__)
 # Waiting for another sequence's prefill pays off when it brings at least this many more tokens.
@@ -64,49 +60,6 @@ class EngineConfig:
             raise ConfigError(f"chunk = {self.chunk}, must be even", where="engine")
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Run tokens [start, end) of the prompt; ``append`` False is a replay."""
-
-    start: int
-    end: int
-    append: bool
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Feed one token at ``position`` and return its logits [V]."""
-
-    token: int
-    position: int
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing to run: another sequence is computing this prefix."""
-
-    leader: Sequence
-
-
-Life = Generator["Prefill | Decode | Wait", NDArray[np.float32] | None, None]
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request on its way through the engine."""
-
-    stream: Stream
-    slots: SlotClass
-    life: Life = field(init=False)
-    step: Prefill | Decode | Wait | None = None
-    filling: bool = True  # its prompt is not in the cache yet
-    hit: Hit | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.stream.request
-
-
 class Engine:
     """Runs requests against one model. ``submit`` may be called from any thread."""
 
@@ -114,6 +67,7 @@ class Engine:
         self, model: Model, config: EngineConfig = EngineConfig(), prefixes: Prefixes | None = None
     ) -> None:
         self.model, self.config, self._prefixes = model, config, prefixes
+        self._path = RequestPath(model, config.chunk, prefixes)
         self.max_seq_len = min(config.max_seq_len, model.spec.max_position)
         self.classes = _slot_classes(model, config, self.max_seq_len)
         self._waiting: deque[Stream] = deque()
@@ -177,87 +131,10 @@ class Engine:
                 fix="Shorten the prompt or ask for fewer tokens",
             )
 
-    # The path of one request ---------------------------------------------------------------
-
-    def _serve(self, seq: Sequence) -> Life:
-        request, usage, slots = seq.request, seq.stream.usage, seq.slots
-        prompt, count = request.tokens, len(request.tokens)
-        start, hit_len, provenance = 0, 0, EXACT
+    def _life(self, seq: Sequence) -> Life:
         while leader := self._leader(seq):
             yield Wait(leader)
-        if hit := self._find(seq):
-            start, hit_len, provenance = hit.plan.start, hit.plan.hit_len, hit.plan.provenance
-            if provenance.exact:  # an odd last token is appended again: see prefill_step
-                hit_len -= (hit_len - start) % 2
-        for low, high in _chunks(start, hit_len, self.config.chunk, origin=start):
-            yield Prefill(low, high, append=False)
-        for low, high in _chunks(hit_len, count - 1, self.config.chunk, origin=0):
-            yield Prefill(low, high, append=True)
-        self._keep(seq, prompt[:-1], provenance)
-        seq.filling = False
-
-        sampler = Sampler(request.sampling, prompt, self.model.spec.vocab_size)
-        fed, made, token = count - 1, list[int](), int(prompt[-1])
-        slots.activate(seq)
-        while True:
-            logits = yield Decode(token, fed)
-            fed += 1
-            assert logits is not None
-            token, log_prob = sampler.choose(logits)
-            if not made:
-                usage.first_token_seconds = time.monotonic() - seq.stream.submitted
-            made.append(token)
-            usage.generated_tokens = len(made)
-            if token in request.sampling.stop_tokens:
-                seq.stream.put(Finish("stop", usage))
-                break
-            if len(made) == request.sampling.max_tokens:
-                seq.stream.put(Token(token, log_prob), Finish("length", usage))
-                break
-            seq.stream.put(Token(token, log_prob))
-        # The caller has its answer; whatever it sends next is served after this.
-        context = np.concatenate([prompt, np.asarray(made[:-1], np.int32)])
-        self._keep(seq, context[:fed], provenance)
-
-    def _find(self, seq: Sequence) -> Hit | None:
-        """The prefix to start from, loaded into the slot; None = recompute everything."""
-        usage = seq.stream.usage
-        usage.computed_tokens = usage.prompt_tokens
-        if self._prefixes is None or not seq.request.use_cache:
-            usage.miss_reason = "off"
-            return None
-        before = time.monotonic()
-        hit = seq.hit = self._prefixes.find(seq.request)
-        if hit is None:
-            usage.miss_reason = "cache_failure"
-            return None
-        plan = hit.plan
-        usage.miss_reason, usage.replay_reason = str(hit.match.miss_reason), plan.reason
-        if plan.source is ReplaySource.RECOMPUTE:
-            self._drop(seq)
-            return None
-        loaded = self._prefixes.load(hit, seq.slots, seq.slots.row_of(seq))
-        self._drop(seq)
-        if not loaded:
-            seq.slots.zero_states(seq.slots.row_of(seq))
-            usage.miss_reason = "stale"
-            return None
-        usage.load_seconds = time.monotonic() - before
-        usage.cached_tokens, usage.replayed_tokens = plan.hit_len, plan.replayed
-        usage.computed_tokens = plan.computed
-        usage.replay_source = str(plan.source)
-        usage.derived, usage.replay_error = not plan.provenance.exact, plan.provenance.estimate
-        return hit
-
-    def _drop(self, seq: Sequence) -> None:
-        if seq.hit is not None and self._prefixes is not None:
-            self._prefixes.release(seq.hit)
-        seq.hit = None
-
-    def _keep(self, seq: Sequence, tokens: NDArray[np.int32], provenance: Provenance) -> None:
-        if self._prefixes is not None and seq.request.use_cache:
-            row = seq.slots.row_of(seq)
-            self._prefixes.keep(seq.request, tokens, provenance, seq.slots, row)
+        yield from self._path.serve(seq)
 
     def _leader(self, seq: Sequence) -> Sequence | None:
         """An earlier sequence that is computing a prefix this one could reuse."""
@@ -315,7 +192,7 @@ class Engine:
             stream.usage.queue_seconds = time.monotonic() - stream.submitted
             seq = Sequence(stream, slots)
             slots.allocate(seq)
-            seq.life = self._serve(seq)
+            seq.life = self._life(seq)
             self._running.append(seq)
             self._resume(seq, None)
 
@@ -341,11 +218,11 @@ class Engine:
         tokens = seq.request.tokens[part.start : part.end]
         step = prefill_step(tokens, part.start, append=part.append)
         try:
-            self.model.run(seq.slots, seq.slots.row_of(seq), step)
+            _, sums = self.model.run(seq.slots, seq.row, step, decay_sums=part.decay_sums)
         except Exception as e:
             self._end(seq, _internal(e))
             return
-        self._resume(seq, None)
+        self._resume(seq, sums)
 
     def _run_decode(self, slots: SlotClass) -> None:
         batch: list[Any] = slots.owners()
@@ -361,9 +238,9 @@ class Engine:
         for i, seq in enumerate(batch):
             self._resume(seq, logits[i])
 
-    def _resume(self, seq: Sequence, logits: NDArray[np.float32] | None) -> None:
+    def _resume(self, seq: Sequence, result: Result) -> None:
         try:
-            seq.step = next(seq.life) if logits is None else seq.life.send(logits)
+            seq.step = seq.life.send(result)
         except StopIteration:
             self._forget(seq)
         except Exception as e:
@@ -376,7 +253,6 @@ class Engine:
         seq.stream.put(error or Finish("cancelled", replace(seq.stream.usage)))
 
     def _forget(self, seq: Sequence) -> None:
-        self._drop(seq)
         seq.slots.release(seq)
         self._running.remove(seq)
 
@@ -392,13 +268,6 @@ def _slot_classes(model: Model, config: EngineConfig, longest: int) -> list[Slot
         rows = max(1, min(config.max_batch, share // row_bytes))
         classes.append(SlotClass(spec, capacity, rows))
     return classes
-
-
-def _chunks(start: int, end: int, size: int, origin: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut wherever the distance to ``origin`` is a multiple of ``size``."""
-    if start < end:
-        first = start + size - (start - origin) % size
-        yield from pairwise([start, *range(first, end, size), end])
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

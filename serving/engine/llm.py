@@ -15,6 +15,7 @@ from serving.engine.prefix import Prefixes, make_cache
 from serving.engine.requests import EXACT_REPLAY, Finish, Request, SamplingParams, Stream, Usage
 from serving.engine.text import Text, TextStream
 from serving.prefix_cache import CacheConfig, PrefixCache, ReplayRequest
+from serving.replay.policy import measure_cost
 
 
 @dataclass
@@ -48,8 +49,9 @@ class LLM:
         text, model = Text(bundle.path), Model(bundle, engine.threads)
         if cache is None:
             return cls(bundle, text, Engine(model, engine))
-        index = make_cache(bundle.spec, cache)
-        return cls(bundle, text, Engine(model, engine, Prefixes(bundle.digest, index)), index)
+        index = make_cache(bundle, cache)
+        prefixes = Prefixes(bundle, index, measure_cost(model))
+        return cls(bundle, text, Engine(model, engine, prefixes), index)
 
     def close(self) -> None:
         self.engine.close()

@@ -7,13 +7,13 @@ error of the request.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_configs.spec import HybridSpec
+from serving.engine.bundle import Bundle
 from serving.engine.requests import Request
 from serving.engine.slots import SlotClass
 from serving.prefix_cache import (
@@ -27,9 +27,16 @@ from serving.prefix_cache import (
     Provenance,
     ReplayMode,
     ReplayPlan,
+    ReplaySource,
     Reservation,
-    plan_replay,
 )
+from serving.prefix_cache.planner import CostModel, replay_plans
+from serving.replay.checkpoint import CheckpointCodec
+from serving.replay.gate import Estimator
+from serving.replay.policy import policy_of
+
+if TYPE_CHECKING:
+    from serving.engine.path import Sequence
 
 log = logging.getLogger(__name__)
 LAYOUT = "fp32.v1"
@@ -51,6 +58,7 @@ class CacheIndex(Protocol):
         *,
         provenance: Provenance,
         state_positions: tuple[int, ...] = (),
+        checkpoint_positions: tuple[int, ...] = (),
     ) -> Reservation: ...
 
     def publish(self, lease: int) -> int: ...
@@ -60,41 +68,62 @@ class CacheIndex(Protocol):
     def release(self, lease: int) -> bool: ...
 
     def report_corrupt(
-        self, lease: int, *, block: int | None = None, state: int | None = None
+        self,
+        lease: int,
+        *,
+        block: int | None = None,
+        state: int | None = None,
+        checkpoint: int | None = None,
     ) -> object: ...
 
 
-def arena_layout(spec: HybridSpec, block_size: int) -> ArenaLayout:
-    """Blocks hold the attention layers' K and V, states what the linear layers carry."""
+def arena_layout(bundle: Bundle, block_size: int) -> ArenaLayout:
+    """Blocks hold the attention layers' K and V, states what the linear layers carry,
+    checkpoints what calibration found worth keeping of it."""
+    spec = bundle.spec
     kv = [(m.num_kv_heads, m.head_dim, m.value_dim) for _, m in spec.attention_layers()]
-    states = [
+    states = tuple(
         ArraySpec(f"{name}.{i}", shape)
         for i, m in spec.state_layers()
         for name, shape in (("conv", m.conv_state()), ("recurrent", m.recurrent_state()))
         if shape
-    ]
-    return ArenaLayout.of_model(block_size, kv, states)
+    )
+    layout = ArenaLayout.of_model(block_size, kv, states)
+    if not bundle.calibration.interval:
+        return layout
+    records = CheckpointCodec.of(spec, bundle.calibration).layout()
+    return replace(layout, checkpoint=tuple(records))
 
 
-def make_cache(spec: HybridSpec, config: CacheConfig) -> PrefixCache:
+def make_cache(bundle: Bundle, config: CacheConfig) -> PrefixCache:
     """A cache and its arena. Raises ConfigError when the arena cannot be made."""
-    return PrefixCache(config, Arena.of_config(config, arena_layout(spec, config.block_size)))
+    config = replace(config, checkpoint_interval=bundle.calibration.interval)
+    return PrefixCache(config, Arena.of_config(config, arena_layout(bundle, config.block_size)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Hit:
-    """A match, what was planned from it, and whether it still is pinned."""
+    """A match, pinned until it is released, and the plans for it, cheapest first."""
 
     match: Match
-    plan: ReplayPlan
+    plans: list[ReplayPlan]
+
+
+# What a plan's start needed beside the K/V: the norms ‖S_u‖ of a checkpoint, by layer.
+Norms = dict[int, NDArray[np.float32]]
 
 
 class Prefixes:
-    """Finds, loads and keeps prefixes for one model."""
+    """Finds, loads and keeps prefixes for one bundle; ``cost``: of running tokens on it."""
 
-    def __init__(self, digest: str, index: CacheIndex) -> None:
-        self._index, self._digest = index, digest
+    def __init__(self, bundle: Bundle, index: CacheIndex, cost: CostModel = CostModel()) -> None:
+        self._index, self._digest = index, bundle.digest
         self.failures = 0
+        calibration = self.calibration = bundle.calibration
+        self.interval = calibration.interval
+        self._codec = CheckpointCodec.of(bundle.spec, calibration)
+        self._estimator = Estimator(calibration)
+        self._policy = policy_of(calibration, cost)
 
     def key(self, request: Request) -> CacheKey:
         return CacheKey(model=self._digest, layout=LAYOUT, salt=request.cache_salt)
@@ -107,30 +136,64 @@ class Prefixes:
         except Exception:
             self._failed("match")
             return None
-        return Hit(match, plan_replay(request.replay, match))
+        return Hit(match, replay_plans(request.replay, match, self._policy))
 
-    def load(self, hit: Hit, slots: SlotClass, row: int) -> bool:
-        """Copy the hit's K/V and state into the slot; False (a miss) when any of it is stale."""
-        match, plan, arena = hit.match, hit.plan, self._index.arena
+    def load_kv(self, hit: Hit, slots: SlotClass, row: int) -> bool:
+        """Copy the hit's K/V into the slot; False (a miss) when any of it is stale."""
+        match, arena = hit.match, self._index.arena
+        length = max(plan.hit_len for plan in hit.plans)
         kv = slots.kv_rows(row)
         block_size = arena.layout.block_size
-        blocks = -(-plan.hit_len // block_size)
+        blocks = -(-length // block_size)
         ids, generations = match.blocks[:blocks], match.generations[:blocks]
         try:
-            good = arena.read_blocks(ids, generations, plan.hit_len, kv)
-            slots.hold(row, np.array([plan.hit_len]))
-            if good < plan.hit_len:
-                self._index.report_corrupt(match.lease, block=good // block_size)
-                return False
-            if plan.state is None:
+            good = arena.read_blocks(ids, generations, length, kv)
+            slots.hold(row, np.array([length]))
+            if good == length:
                 return True
-            states = [array[row] for array in slots.states.values()]
-            if arena.read_state(plan.state.slot, plan.state.generation, states):
-                return True
-            self._index.report_corrupt(match.lease, state=plan.state.slot)
+            self._index.report_corrupt(match.lease, block=good // block_size)
         except Exception:
             self._failed("load")
         return False
+
+    def load_state(self, hit: Hit, plan: ReplayPlan, slots: SlotClass, row: int) -> Norms | None:
+        """Set the slot's state up as planned; None when what it needs is stale."""
+        slots.zero_states(row)
+        if plan.state is None:
+            return {}
+        states = {name: array[row] for name, array in slots.states.items()}
+        slot, generation, arena = plan.state.slot, plan.state.generation, self._index.arena
+        try:
+            if plan.source is ReplaySource.STATE:
+                if arena.read_state(slot, generation, list(states.values())):
+                    return {}
+                self._index.report_corrupt(hit.match.lease, state=slot)
+                return None
+            record = [np.empty(a.shape, a.dtype) for a in arena.layout.checkpoint]
+            if arena.read_checkpoint(slot, generation, record):
+                self._codec.decode(record, states)
+                return self._codec.norms(record)
+            self._index.report_corrupt(hit.match.lease, checkpoint=slot)
+        except Exception:
+            self._failed("load")
+        return None
+
+    def replay_error(self, plan: ReplayPlan, decay_sums: dict[str, Any], norms: Norms) -> float:
+        """The calibrated error of a replay that has run, its context's included; -1 unknown.
+
+        decay_sums [units] by graph output name; norms: of the checkpoint it started from.
+        """
+        if not self.calibration.known:
+            return -1.0
+        split = plan.source is ReplaySource.SPLIT
+        sums = {int(name.rsplit("_", 1)[1]): value for name, value in decay_sums.items()}
+        estimate = self._estimator.estimate(sums, norms or None, split=split)
+        gate = self.calibration.split if split else self.calibration.zero
+        return plan.error - plan.expected + gate.bound(estimate)
+
+    def encode(self, states: dict[str, NDArray[np.float32]]) -> list[NDArray[Any]]:
+        """A checkpoint record of one sequence's states."""
+        return self._codec.encode(states)
 
     def release(self, hit: Hit) -> None:
         try:
@@ -138,37 +201,40 @@ class Prefixes:
         except Exception:
             self._failed("release")
 
-    def keep(
-        self,
-        request: Request,
-        tokens: Tokens,
-        provenance: Provenance,
-        slots: SlotClass,
-        row: int,
-    ) -> None:
-        """Store the slot's K/V rows of ``tokens`` [n] and its state after them."""
+    def keep(self, request: Request, tokens: Tokens, seq: Sequence) -> None:
+        """Store the K/V rows of ``tokens`` [n], the state after them, and what ``seq`` kept on
+        the way: full states and checkpoint records by position."""
         if len(tokens) == 0:
             return
+        row, slots = seq.row, seq.slots
+        states = {p: arrays for p, arrays in seq.states.items() if arrays and p < len(tokens)}
+        states[len(tokens)] = [array[row] for array in slots.states.values()]
         try:
-            lease = self._index.reserve(
-                self.key(request), tokens, provenance=provenance, state_positions=(len(tokens),)
+            reserved = self._index.reserve(
+                self.key(request),
+                tokens,
+                provenance=seq.provenance,
+                state_positions=tuple(sorted(states)),
+                checkpoint_positions=tuple(sorted(seq.checkpoints)),
             )
         except Exception:
             self._failed("reserve")
             return
+        arena = self._index.arena
         try:
-            kv = slots.kv_rows(row)
-            if lease.end > lease.start:
-                self._index.arena.write_blocks(
-                    lease.blocks, lease.generations, lease.start, lease.end, kv
-                )
-            for state in lease.states:
-                arrays = [array[row] for array in slots.states.values()]
-                self._index.arena.write_state(state.slot, state.generation, arrays)
-            self._index.publish(lease.lease)
+            if reserved.end > reserved.start:
+                ids, generations = reserved.blocks, reserved.generations
+                kv = slots.kv_rows(row)
+                arena.write_blocks(ids, generations, reserved.start, reserved.end, kv)
+            for ref in reserved.states:
+                arena.write_state(ref.slot, ref.generation, states[ref.position])
+            for ref in reserved.checkpoints:
+                record = seq.checkpoints[ref.position]
+                arena.write_checkpoint(ref.slot, ref.generation, record)
+            self._index.publish(reserved.lease)
         except Exception:
             self._failed("store")
-            self._abort(lease)
+            self._abort(reserved)
 
     def _abort(self, reservation: Reservation) -> None:
         try:

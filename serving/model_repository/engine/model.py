@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
+# The bundle's own copy of the code, whatever else is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from serving.engine.prefix import Prefixes
 from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 from serving.prefix_cache.rpc import Call, RemoteIndex, Reply
+from serving.replay.policy import measure_cost
 
 LOAD_SECONDS = 0.5
 _CODES: dict[type[Exception], str] = {
@@ -60,7 +62,8 @@ class TritonPythonModel:
         bundle = Bundle.open(bundle_path(__file__))
         config = from_parameters(EngineConfig, args)
         model = Model(bundle, config.threads)
-        self.engine = Engine(model, config, Prefixes(bundle.digest, RemoteIndex(send)))
+        prefixes = Prefixes(bundle, RemoteIndex(send), measure_cost(model))
+        self.engine = Engine(model, config, prefixes)
         self.metrics = EngineMetrics(edge.Metrics())
         self.open: dict[str, Outbox] = {}
         self.events: Events = queue.SimpleQueue()

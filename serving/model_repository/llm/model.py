@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
+# The bundle's own copy of the code, whatever else is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
 import numpy as np
 from numpy.typing import NDArray

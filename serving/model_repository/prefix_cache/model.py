@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
+# The bundle's own copy of the code, whatever else is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
 import numpy as np
 
@@ -28,7 +29,7 @@ METRICS_SECONDS = 0.5
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = replace(from_parameters(CacheConfig, args), name=arena_name())
-        self.cache = make_cache(Bundle.open(bundle_path(__file__)).spec, config)
+        self.cache = make_cache(Bundle.open(bundle_path(__file__)), config)
         self.metrics = CacheMetrics(edge.Metrics())
         self.lock = threading.Lock()
         self.stopping = threading.Event()

@@ -106,12 +106,12 @@ class Lab:
     def cache(self, **sizes: Any) -> PrefixCache:
         name = f"test-{uuid.uuid4().hex}"
         sizes = {"kv_bytes": 16 << 20, "state_bytes": 16 << 20} | sizes
-        self._caches.append(make_cache(self.model.spec, CacheConfig(name=name, **sizes)))
+        self._caches.append(make_cache(self.model.bundle, CacheConfig(name=name, **sizes)))
         return self._caches[-1]
 
     def engine(self, cache: PrefixCache | None = None, model: Any = None, **sizes: Any) -> Engine:
         model = model or self.model
-        prefixes = Prefixes(model.bundle.digest, cache) if cache is not None else None
+        prefixes = Prefixes(model.bundle, cache) if cache is not None else None
         config = EngineConfig(**({"max_seq_len": 2048, "max_batch": 4} | sizes))
         self._engines.append(Engine(model, config, prefixes))
         return self._engines[-1]

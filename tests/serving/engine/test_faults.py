@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine_configs.errors import CancelledError, HybridServeError
-from serving.engine import engine as engine_module
+from serving.engine import path as path_module
 from serving.engine.requests import Finish, Request, Stream
 from serving.engine.sampling import Sampler
 from serving.prefix_cache import ReplayMode, ReplayRequest
@@ -139,7 +139,7 @@ class FailingSampler(Sampler):
 def test_a_failing_request_ends_alone(
     lab: Lab, solo: Solo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "Sampler", FailingSampler)
+    monkeypatch.setattr(path_module, "Sampler", FailingSampler)
     cache = lab.cache()
     engine = lab.engine(cache, max_batch=3)
     good = [Request(prompt(20 + i, i), greedy(20)) for i in range(4)]
