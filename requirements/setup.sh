@@ -80,7 +80,7 @@ install_server() {
     pip_install --no-deps -r requirements/triton.txt
     local server=$SITE/pytriton/tritonserver
     local stub=$server/backends/python/triton_python_backend_stub
-    cp -p "$server/python_backend_stubs/3.11/triton_python_backend_stub" "$stub"
+    cp -p --remove-destination "$server/python_backend_stubs/3.11/triton_python_backend_stub" "$stub"
     if [[ $(ldd "$stub") == *"libpython3.11.so.1.0 => not found"* ]]; then
         link_libpython
     fi
