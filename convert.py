@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, convert
 from build.plan import list_table, plan_table
@@ -48,6 +49,10 @@ def main(
     lowering: Annotated[str, typer.Option(help="ort or standard (ai.onnx only)")] = "ort",
     plan: Annotated[bool, typer.Option("--plan", help="Print what it costs and stop")] = False,
     memory_gib: Annotated[float, typer.Option(help="Memory that --plan fills")] = 24.0,
+    calibrate: Annotated[bool, typer.Option(help="Measure how prefixes may be replayed")] = True,
+    import_calibration: Annotated[
+        Path | None, typer.Option(help="Calibration measured elsewhere: its JSON or a manifest")
+    ] = None,
     list_models: Annotated[bool, typer.Option("--list", help="Models known by name")] = False,
 ) -> None:
     """Convert a hybrid model for serving."""
@@ -72,7 +77,16 @@ def main(
         if source:  # its own config.json counts; a name's numbers only serve to plan
             family = read_checkpoint_config(source)
         target = output or ARTIFACTS / name
-        options = Options(name, family, source, target, random_weights or 0, lowering)
+        options = Options(
+            name,
+            family,
+            source,
+            target,
+            random_weights or 0,
+            lowering,
+            CalibrationOptions() if calibrate and lowering == "ort" else None,
+            import_calibration,
+        )
         bundle = convert(options, Bars())
     except HybridServeError as e:
         _fail(str(e))
@@ -82,6 +96,7 @@ def main(
         console.print(f"parity {path:<8} max |logit error| {error['max_abs_logit_error']:.2e}")
     for what, why in bundle.manifest["skipped"].items():
         console.print(f"skipped {what}: {why}")
+    console.print(f"replay: {bundle.calibration.verdict}")
     console.print(f"wrote {target}")
 
 

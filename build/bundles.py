@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, Silent, convert
 from engine_configs.errors import BundleError
@@ -34,7 +35,8 @@ def bundle_of(name: str, artifacts: Path = ARTIFACTS) -> Bundle:
             where=str(target),
             fix=f"Run convert.py --model {name} --random-weights 0",
         )
-    return convert(Options(name, model.family(), checkpoint, target), Silent())
+    options = Options(name, model.family(), checkpoint, target, calibration=CalibrationOptions())
+    return convert(options, Silent())
 
 
 def _newest_source(model: NamedModel) -> float:

@@ -8,10 +8,12 @@ budget allows; then measure on fresh samples and fit the gates.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,17 @@ from numpy.typing import NDArray
 
 from build.lab import Floats, Lab, kl
 from build.tasks import Sample, TaskGenerator
+from engine_configs.errors import ConfigError
 from engine_configs.spec import HybridSpec
 from serving.engine.model import Model
-from serving.replay.calibration import Calibration, LayerUnits, Point, fit_gate
+from serving.replay.calibration import (
+    UNCALIBRATED,
+    Calibration,
+    LayerUnits,
+    Point,
+    fit_gate,
+    from_json,
+)
 from serving.replay.checkpoint import DTYPES, CheckpointCodec, unit_norms
 from serving.replay.gate import Estimator
 
@@ -31,6 +41,8 @@ TAILS = (16, 32, 64, 128)
 RANKING_TAIL = 32
 ZERO_RATIOS = (0.01, 0.02, 0.05, 0.1)
 SAFE_RATIO = 0.05
+# A model that answers less than this share of the questions says nothing about what replay costs.
+NEEDED_ACCURACY = 0.3
 INTERVALS = (128, 256, 512, 1024, 2048, 4096)
 Unit = tuple[int, int]  # (layer, unit)
 
@@ -50,8 +62,9 @@ class CalibrationOptions:
 
 @dataclass
 class Trial:
-    """One kind of replay over all samples: right answers here and in the exact run, KL each."""
+    """One kind of replay over all samples: answers asked, right here and in the exact run, KL."""
 
+    asked: int = 0
     right: int = 0
     exact: int = 0
     kl: list[float] = field(default_factory=list)
@@ -83,6 +96,7 @@ class Prepared:
         logits = self.lab.ask(self.sample.suffix, self.rows)
         divergence = kl(self.reference, logits)
         if self.sample.task != "text":
+            trial.asked += len(self.want)
             trial.right += int((logits.argmax(1) == self.want).sum())
             trial.exact += int((self.reference.argmax(1) == self.want).sum())
         trial.kl += divergence.tolist()
@@ -106,6 +120,10 @@ def calibrate(
     effects, norms = _rank(labs, options, advance, deadline)
     order = sorted(effects, key=lambda u: -effects[u])
     trials = _search(labs, options, order, advance, deadline)
+    seen = next(iter(trials.values()))
+    if seen.exact < NEEDED_ACCURACY * seen.asked:
+        share = f"{seen.exact} of {seen.asked} questions"
+        return replace(UNCALIBRATED, verdict=f"cannot be judged: the model answers only {share}")
     count, tail = _fewest(trials, len(order), options)
     slow = _by_layer(order[:count])
     dtype = _smallest_dtype(trials, options)
@@ -342,3 +360,17 @@ def summary(found: Calibration) -> list[dict[str, Any]]:
         }
         for p in found.curve
     ]
+
+
+def import_calibration(path: Path) -> Calibration:
+    """A calibration measured elsewhere: its JSON, or the manifest of a bundle that holds one.
+
+    Raises ConfigError where the file is neither.
+    """
+    try:
+        data = json.loads(path.read_text())
+        data = data.get("calibration", data)
+    except (OSError, ValueError, AttributeError) as e:
+        raise ConfigError(f"not a calibration: {e}", where=str(path)) from None
+    found = from_json(data, str(path))
+    return replace(found, status="imported") if found.known else found

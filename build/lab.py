@@ -28,18 +28,22 @@ class Lab:
         self.model, self.slots = model, SlotClass(model.spec, capacity, 1)
         self.length = 0
         self.prefix: Tokens = np.zeros(0, np.int64)
-        self.kept: dict[int, States] = {}
-        # Cumulative log-decay by layer [units] at the start and at every kept position.
-        self.decay: dict[int, dict[str, Floats]] = {}
+        self.kept: dict[int, States] = {0: self._states()}
+        # Cumulative log-decay by layer [units] at every kept position.
+        self.decay: dict[int, dict[str, Floats]] = {0: {}}
 
     def prefill(self, prefix: Tokens, keep: Sequence[int] = ()) -> None:
-        """Run the prefix cold; exact states stay at its end and at the ``keep`` positions."""
+        """Run the prefix cold; exact states stay at its end and at the ``keep`` positions.
+
+        What it shares with the one before, up to a kept position, is not run again.
+        """
+        start = max(p for p in self.kept if p <= _shared(self.prefix, prefix))
         self.prefix, self.length = prefix, len(prefix)
-        self.slots.zero_states(0)
-        self.kept, self.decay = {0: self._states()}, {0: {}}
-        total: dict[str, Floats] = {}
-        start = 0
-        for end in sorted({*keep, self.length} - {0}):
+        self.kept = {p: s for p, s in self.kept.items() if p <= start}
+        self.decay = {p: d for p, d in self.decay.items() if p <= start}
+        self._restore(self.kept[start])
+        total = dict(self.decay[start])
+        for end in sorted(p for p in {*keep, self.length} if p > start):
             for low, high in _chunks(start, end):
                 step = prefill_step(prefix[low:high], low)
                 _, sums = self.model.run(self.slots, 0, step, decay_sums=True)
@@ -97,6 +101,12 @@ class Lab:
 def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
     for low in range(start, end, CHUNK):
         yield low, min(low + CHUNK, end)
+
+
+def _shared(a: Tokens, b: Tokens) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size
 
 
 def kl(reference: Floats, other: Floats) -> NDArray[np.float64]:

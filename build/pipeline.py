@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,13 @@ import onnx
 from numpy.typing import NDArray
 
 from build import parity
+from build.calibrate import (
+    CalibrationOptions,
+    calibrate,
+    can_calibrate,
+    import_calibration,
+    num_steps,
+)
 from build.checkpoint import Checkpoint, RandomWeights, Weights
 from build.graph import build_graph
 from build.repository import write_repository
@@ -23,6 +30,7 @@ from engine_configs.families.weights import Family
 from plugins.onnx_graph import OPSET
 from serving.engine.bundle import FORMAT, Bundle
 from serving.engine.model import Model
+from serving.replay.calibration import UNCALIBRATED
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,6 +59,8 @@ class Options:
     output: Path
     seed: int = 0
     lowering: str = "ort"
+    calibration: CalibrationOptions | None = None
+    import_calibration: Path | None = None
 
 
 class Progress(Protocol):
@@ -78,6 +88,7 @@ def convert(options: Options, progress: Progress) -> Bundle:
         manifest = new_manifest(options, digest, scratch)
         write_manifest(manifest, scratch)
         manifest |= check_parity(options, scratch, progress)
+        manifest |= calibration_of(options, scratch, progress)
         write_manifest(manifest, scratch)
     return Bundle.open(options.output)
 
@@ -142,6 +153,21 @@ def check_parity(options: Options, scratch: Path, progress: Progress) -> dict[st
         advance()
     parity.require(errors, FP32_LIMIT)
     return {"parity": errors}
+
+
+def calibration_of(options: Options, scratch: Path, progress: Progress) -> dict[str, Any]:
+    """How prefixes may be replayed: measured here, imported, or not known."""
+    if options.import_calibration:
+        return {"calibration": import_calibration(options.import_calibration).to_json()}
+    wanted = options.calibration
+    if wanted is None or options.checkpoint is None:
+        return {"calibration": UNCALIBRATED.to_json()}
+    if not can_calibrate(options.family.spec):
+        verdict = "not calibrated: no retrieval task here speaks this model's vocabulary"
+        return {"calibration": replace(UNCALIBRATED, verdict=verdict).to_json()}
+    with progress.stage("calibration of tail replay", num_steps(wanted)) as advance:
+        found = calibrate(Model(Bundle.open(scratch)), wanted, advance)
+    return {"calibration": found.to_json()}
 
 
 @contextlib.contextmanager

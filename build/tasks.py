@@ -139,6 +139,7 @@ class TaskGenerator:
     def __init__(self, seed: int, split: Split = "heldout") -> None:
         self.rng = np.random.default_rng(seed)
         self.corpus = corpus(split)
+        self._unsplit: list[Sample] = []
 
     def sample(self, task: str, length: int) -> Sample:
         """A sample of `task` whose prefix has exactly `length` tokens (at least MIN_LENGTH)."""
@@ -191,7 +192,11 @@ class TaskGenerator:
         return self._recall("mqar", length, max(_NUM_NEEDLES, length // 10))
 
     def _split(self, length: int) -> Sample:
-        whole = self._recall("split", length - 2, _NUM_NEEDLES)
+        """Samples in a row share their prefix but for the last two tokens."""
+        if not self._unsplit or self._unsplit[0].length != length - 2:
+            whole = self._recall("split", length - 2, _NUM_NEEDLES)
+            self._unsplit = [Sample("split", whole.prefix, (q,)) for q in whole.questions]
+        whole = self._unsplit.pop()
         question = whole.questions[0]
         return Sample(
             "split",

@@ -1,16 +1,14 @@
-"""``python -m perf.quality``: does tail replay keep the answers? Judged by retrieval.
+"""``python -m perf.quality``: does a replayed prefix keep the answers? Judged by retrieval.
 
-Every sample's prefix is prefilled once; then each replay answers the same questions (teacher
+Every sample's prefix is prefilled once; then each method answers the same questions (teacher
 forced). "Relative" is right answers over the exact run's, with a paired bootstrap interval over
-samples. r = 0 and the linear control are always in the table: both must fail somewhere, or the
-tasks do not need the linear layers and the table says nothing.
+samples. Memory only (r = 0) and the linear control are always in the table: both must fail
+somewhere, or the tasks do not need the linear layers and the table says nothing.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,21 +23,25 @@ from rich.table import Table
 from build.bundles import bundle_of
 from build.lab import Lab, kl
 from build.tasks import Sample, make_samples
+from perf.gate import report_gate
+from perf.methods import Method, all_methods, zero_start
+from serving.engine.bundle import Bundle
 from serving.engine.model import Model
 
 TASKS = ("needle", "mqar", "lww", "copy", "split")
 CONTROL = "hybrid-tiny-linear"
-console = Console(width=110)
+console = Console(width=130)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One task at one length under one ratio; low and high bound ``relative`` at 95 %."""
+    """One task at one length under one method; low and high bound ``relative`` at 95 %; replayed
+    and lost in tokens, state_bytes of checkpoints and kv_bytes per prefix."""
 
     model: str
     task: str
     length: int
-    ratio: float
+    method: str
     answers: int
     exact: float
     accuracy: float
@@ -47,6 +49,10 @@ class Cell:
     low: float
     high: float
     kl: float
+    replayed: int
+    lost: int
+    state_bytes: int
+    kv_bytes: int
 
 
 def answer_rows(sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -57,22 +63,24 @@ def answer_rows(sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def measure(
-    lab: Lab, samples: list[Sample], ratios: list[float], note: str
-) -> Iterator[tuple[float, NDArray[np.float64]]]:
-    """Per ratio: [samples, 4] = right under exact, right replayed, answers, summed KL."""
-    rows: dict[float, list[tuple[float, ...]]] = {r: [] for r in ratios}
+    lab: Lab, samples: list[Sample], methods: list[Method], note: str
+) -> dict[str, NDArray[np.float64]]:
+    """Per method [samples, 4]: right under exact, right replayed, answers, summed KL."""
+    rows: dict[str, list[tuple[float, ...]]] = {m.name: [] for m in methods}
     for sample in track(samples, description=note, console=console, transient=True):
-        lab.prefill(sample.prefix)
+        length = sample.length
+        # Two tokens before the end: samples of "split" share what comes before.
+        lab.prefill(sample.prefix, [length - 2, *(m.start(length) for m in methods)])
         at, want = answer_rows(sample)
         lab.exact()
         reference = lab.ask(sample.suffix, at)
         right = int((reference.argmax(1) == want).sum())
-        for ratio in ratios:
-            lab.zero_start(math.ceil(ratio * lab.length))
+        for method in methods:
+            method.run(lab, method.start(length))
             logits = lab.ask(sample.suffix, at)
             hits = int((logits.argmax(1) == want).sum())
-            rows[ratio].append((right, hits, len(at), float(kl(reference, logits).sum())))
-    yield from ((ratio, np.array(values)) for ratio, values in rows.items())
+            rows[method.name].append((right, hits, len(at), float(kl(reference, logits).sum())))
+    return {name: np.array(values) for name, values in rows.items()}
 
 
 def paired_interval(exact: NDArray[np.float64], got: NDArray[np.float64]) -> tuple[float, float]:
@@ -84,29 +92,34 @@ def paired_interval(exact: NDArray[np.float64], got: NDArray[np.float64]) -> tup
 
 
 def run(
-    model_name: str, tasks: list[str], lengths: list[int], ratios: list[float], answers: int
+    bundle: Bundle, methods: list[Method], tasks: list[str], lengths: list[int], answers: int
 ) -> list[Cell]:
     """All cells of one model."""
-    model = Model(bundle_of(model_name))
+    model = Model(bundle)
     cells = []
     for length in lengths:
         lab = Lab(model, length + 512)
+        kv_bytes = length * model.spec.kv_bytes_per_token()
         for task in tasks:
-            samples = _samples(task, length, answers)
-            for ratio, got in measure(lab, samples, ratios, f"{model_name} {task} {length}"):
+            samples = enough_samples(task, length, answers)
+            results = measure(lab, samples, methods, f"{bundle.name} {task} {length}")
+            for method in methods:
+                got = results[method.name]
                 exact, hits, count, divergence = got.sum(0)
                 low, high = paired_interval(got[:, 0], got[:, 1])
                 cells.append(
                     Cell(
-                        model_name, task, length, ratio, int(count), exact / count, hits / count,
-                        hits / max(exact, 1), low, high, divergence / count,
+                        bundle.name, task, length, method.name, int(count), exact / count,
+                        hits / count, hits / max(exact, 1), low, high, divergence / count,
+                        method.replayed(length), method.lost(length),
+                        method.state_bytes(length), kv_bytes,
                     )
                 )  # fmt: skip
     return cells
 
 
-def _samples(task: str, length: int, answers: int) -> list[Sample]:
-    """Enough samples for ``answers`` answer tokens."""
+def enough_samples(task: str, length: int, answers: int) -> list[Sample]:
+    """Samples that hold at least ``answers`` answer tokens."""
     samples, found = make_samples(task, length, answers, seed=1), 0
     for i, sample in enumerate(samples):
         found += int(sample.answer_mask.sum())
@@ -116,44 +129,65 @@ def _samples(task: str, length: int, answers: int) -> list[Sample]:
 
 
 def table(cells: list[Cell]) -> Table:
+    methods = list(dict.fromkeys(c.method for c in cells))
     out = Table(title="Right answers relative to the exact run (95 % interval), KL to it")
-    ratios = sorted({c.ratio for c in cells})
     for column in ("model", "task", "L", "answers", "exact"):
-        out.add_column(column)
-    for ratio in ratios:
-        out.add_column(f"r = {ratio:.0%} L", justify="right")
-    keys = dict.fromkeys((c.model, c.task, c.length) for c in cells)
-    for key in keys:
-        row = {c.ratio: c for c in cells if (c.model, c.task, c.length) == key}
-        first = row[ratios[0]]
-        out.add_row(
-            first.model.removeprefix("hybrid-"),
-            first.task,
-            str(first.length),
-            str(first.answers),
-            f"{first.exact:.3f}",
-            *(f"{c.relative:.3f} ±{(c.high - c.low) / 2:.2f}\nKL {c.kl:.1e}" for c in row.values()),
-        )
+        out.add_column(column, no_wrap=True)
+    for method in methods:
+        out.add_column(method, justify="right", no_wrap=True)
+    for key in dict.fromkeys((c.model, c.task, c.length) for c in cells):
+        row = {c.method: c for c in cells if (c.model, c.task, c.length) == key}
+        first = next(iter(row.values()))
+        texts = [f"{c.relative:.3f}±{(c.high - c.low) / 2:.2f}\n{c.kl:.0e}" for c in row.values()]
+        name = first.model.removeprefix("hybrid-")
+        head = [name, first.task, str(first.length), str(first.answers), f"{first.exact:.3f}"]
+        out.add_row(*head, *texts)
     return out
 
 
-def verdict(cells: list[Cell]) -> dict[str, float]:
-    """Relative answers pooled over all cells, by model and ratio."""
-    pooled = {}
-    for key in dict.fromkeys((c.model, c.ratio) for c in cells):
-        chosen = [c for c in cells if (c.model, c.ratio) == key]
+def costs(cells: list[Cell]) -> Table:
+    """What each method replays and stores, by model and length."""
+    out = Table(title="Tokens replayed (snap included), hit lost, checkpoint bytes over KV bytes")
+    for column in ("model", "L", "method", "replayed", "of L", "lost", "state bytes", "of KV"):
+        out.add_column(column, justify="left" if column in ("model", "method") else "right")
+    for c in {(c.model, c.length, c.method): c for c in cells}.values():
+        out.add_row(
+            c.model.removeprefix("hybrid-"), str(c.length), c.method, str(c.replayed),
+            f"{c.replayed / c.length:.1%}", str(c.lost), str(c.state_bytes),
+            f"{c.state_bytes / c.kv_bytes:.1%}",
+        )  # fmt: skip
+    return out
+
+
+def verdict(cells: list[Cell]) -> dict[str, dict[str, float]]:
+    """By model and method: right answers over the exact run's, all cells pooled and the worst
+    task at one length, of those whose exact run answers at least half."""
+    judged = [c for c in cells if c.exact >= 0.5]
+    found = {}
+    for key in dict.fromkeys((c.model, c.method) for c in judged):
+        chosen = [c for c in judged if (c.model, c.method) == key]
         right = sum(c.accuracy * c.answers for c in chosen)
         exact = sum(c.exact * c.answers for c in chosen)
-        pooled[f"{key[0]} r={key[1]:g}"] = right / max(exact, 1)
-    return pooled
+        found[" ".join(key)] = {
+            "pooled": right / exact,
+            "worst": min(c.relative for c in chosen),
+            "kl": float(np.mean([c.kl for c in chosen])),
+        }
+    return found
 
 
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Model name; may be repeated")] = None,
-    ratios: Annotated[str, typer.Option()] = "0,0.01,0.05,0.1,1",
+    bundle: Annotated[Path | None, typer.Option(help="A converted model instead")] = None,
+    ratios: Annotated[str, typer.Option(help="Shares of L to replay from zero")] = "",
+    methods: Annotated[str, typer.Option(help="all, or nothing beside the ratios")] = "",
     lengths: Annotated[str, typer.Option()] = "1024,2048",
     tasks: Annotated[str, typer.Option()] = ",".join(TASKS),
     answers: Annotated[int, typer.Option(help="At least, per cell")] = 256,
+    gate: Annotated[bool, typer.Option("--gate", help="Judge the error gate instead")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw answers over replayed")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -161,18 +195,45 @@ def main(
     if quick:
         lengths, answers = "1024", 48
     names = list(dict.fromkeys([*(model or ["hybrid-tiny"]), CONTROL]))
-    wanted = sorted({0.0, *(float(r) for r in ratios.split(","))})
+    bundles = [Bundle.open(bundle)] if bundle else [bundle_of(name) for name in names]
+    if gate:
+        report_gate(bundles, console, json_path, 4 if quick else 24)
+        return
+    sizes = [int(n) for n in lengths.split(",")]
     cells = []
-    for name in names:
-        sizes = [int(n) for n in lengths.split(",")]
-        cells += run(name, tasks.split(","), sizes, wanted, answers)
+    for each in bundles:
+        zeros = [zero_start(r) for r in sorted({0.0, *(float(r) for r in ratios.split(",") if r)})]
+        chosen = all_methods(each.spec, each.calibration) if methods == "all" else zeros
+        cells += run(each, chosen, tasks.split(","), sizes, answers)
     console.print(table(cells))
-    pooled = verdict(cells)
-    for key, value in pooled.items():
-        console.print(f"{key}: {value:.3f} of the exact run's right answers, all cells pooled")
+    console.print(costs(cells))
+    found = verdict(cells)
+    for key, values in found.items():
+        console.print(
+            f"{key}: {values['pooled']:.3f} of the exact run's answers, worst task "
+            f"{values['worst']:.3f}, mean KL {values['kl']:.1e}"
+        )
     if json_path:
-        data = {"cells": [asdict(c) for c in cells], "pooled": pooled}
+        data = {"cells": [asdict(c) for c in cells], "verdict": found}
         json_path.write_text(json.dumps(data, indent=1))
+    if plot:
+        draw(cells, plot)
+
+
+def draw(cells: list[Cell], path: Path) -> None:
+    """Answers kept over tokens replayed, a line per model and method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for model, method in dict.fromkeys((c.model, c.method) for c in cells):
+        chosen = [c for c in cells if (c.model, c.method) == (model, method) and c.exact >= 0.5]
+        if chosen:
+            x = float(np.mean([c.replayed / c.length for c in chosen]))
+            axes.scatter(x, float(np.mean([c.relative for c in chosen])), label=f"{model} {method}")
+    axes.set(xlabel="tokens replayed over L", ylabel="answers kept", xscale="symlog")
+    axes.legend(fontsize=6)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 if __name__ == "__main__":
