@@ -28,15 +28,17 @@ class Client:
     """Rows: fingerprint [2] of the prefix up to the row, and its approximation chain."""
 
     def __init__(
-        self, path: Path, *, blocks: int = 256, states: int = 4, **config: float | int
-    ) -> None:
+        self, path: Path, *, blocks: int = 256, states: int = 4, checkpoints: int = 4,
+        **config: float | int,
+    ) -> None:  # fmt: skip
         self.now = 0.0
         layout = ArenaLayout(
             B,
             (ArraySpec("print", (1, B, 2), "uint32"), ArraySpec("chain", (1, B, 1), "int32")),
             (ArraySpec("print", (2,), "uint32"),),
+            (ArraySpec("print", (2,), "uint32"),),
         )
-        self.arena = Arena.create(path / "arena", layout, blocks, states)
+        self.arena = Arena.create(path / "arena", layout, blocks, states, checkpoints)
         self.cache = PrefixCache(
             CacheConfig(**config),  # type: ignore[arg-type]
             self.arena,
@@ -62,9 +64,12 @@ class Client:
 
     def reserve(
         self, tokens: np.ndarray, key: CacheKey = KEY, *, provenance: Provenance = EXACT,
-        states: tuple[int, ...] = (),
+        states: tuple[int, ...] = (), checkpoints: tuple[int, ...] = (),
     ) -> Reservation:  # fmt: skip
-        return self.cache.reserve(key, tokens, provenance=provenance, state_positions=states)
+        return self.cache.reserve(
+            key, tokens, provenance=provenance, state_positions=states,
+            checkpoint_positions=checkpoints,
+        )  # fmt: skip
 
     def write(
         self, res: Reservation, tokens: np.ndarray, key: CacheKey = KEY, *,
@@ -77,14 +82,20 @@ class Client:
         for ref in res.states:
             state = fingerprints(key, tokens[: ref.position])[-1]
             self.arena.write_state(ref.slot, ref.generation, [state])
+        for ref in res.checkpoints:
+            state = fingerprints(key, tokens[: ref.position])[-1]
+            self.arena.write_checkpoint(ref.slot, ref.generation, [state])
 
     def run(
         self, tokens: np.ndarray, key: CacheKey = KEY, *, exact: bool = True,
         provenance: Provenance = EXACT, states: tuple[int, ...] = (),
+        checkpoints: tuple[int, ...] = (),
     ) -> Match:  # fmt: skip
         """One whole request."""
         match = self.match(tokens, key, exact=exact)
-        res = self.reserve(tokens, key, provenance=provenance, states=states)
+        res = self.reserve(
+            tokens, key, provenance=provenance, states=states, checkpoints=checkpoints
+        )
         self.write(res, tokens, key, provenance=provenance)
         self.cache.publish(res.lease)
         self.cache.release(match.lease)

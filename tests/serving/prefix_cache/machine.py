@@ -1,13 +1,15 @@
 """A random client of the prefix cache, with an oracle that knows each row's full prefix.
 
-Every row of K/V the client writes is a fingerprint of (key, all tokens up to the row) and the
-length of the approximation chain behind it. Whatever the cache returns later is compared with
-the fingerprints of the prompt it was returned for: a row of any other prefix cannot pass.
+Every row of K/V, every state and every checkpoint the client writes is a fingerprint of (key,
+all tokens up to there) and the length of the approximation chain behind it. Whatever the cache
+returns later is compared with the fingerprints of the prompt it was returned for: what belongs
+to any other prefix cannot pass.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -36,6 +38,7 @@ from serving.prefix_cache import (
 )
 
 BLOCK = 4
+INTERVAL = 6  # of the checkpoints: neither a multiple nor a divisor of a block
 ROWS = 64
 MAX_CHAIN = 2
 KEYS = (
@@ -47,6 +50,7 @@ KEYS = (
 LAYOUT = ArenaLayout(
     BLOCK,
     (ArraySpec("print", (1, BLOCK, 2), "uint32"), ArraySpec("chain", (1, BLOCK, 1), "int32")),
+    (ArraySpec("print", (2,), "uint32"), ArraySpec("chain", (1,), "int32")),
     (ArraySpec("print", (2,), "uint32"), ArraySpec("chain", (1,), "int32")),
 )
 
@@ -114,11 +118,11 @@ class Oracle:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(6, 90), states=st.integers(0, 4))
-    def start(self, blocks: int, states: int) -> None:
+    @initialize(blocks=st.integers(6, 90), states=st.integers(0, 4), checkpoints=st.integers(0, 20))
+    def start(self, blocks: int, states: int, checkpoints: int) -> None:
         self.now = 0.0
         self.folder = Path(mkdtemp(prefix="hybrid-serve-test-"))
-        self.arena = Arena.create(self.folder / "arena", LAYOUT, blocks, states)
+        self.arena = Arena.create(self.folder / "arena", LAYOUT, blocks, states, checkpoints)
         config = CacheConfig(block_size=BLOCK, max_chain=MAX_CHAIN, lease_seconds=10, ghosts=8)
         self.cache = PrefixCache(config, self.arena, clock=lambda: self.now)
         self.oracle = Oracle()
@@ -135,6 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
             stats = self.cache.stats()
             assert stats["blocks_free"] == stats["blocks_total"], "blocks leaked"
             assert stats["states_free"] == stats["states_total"], "states leaked"
+            assert stats["checkpoints_free"] == stats["checkpoints_total"], "checkpoints leaked"
             self.arena.unlink()
             self.folder.rmdir()
 
@@ -143,9 +148,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, base=bases, cut=cuts, new=news, exact=st.booleans())
     def match(self, key: CacheKey, base: int, cut: int, new: list[int], exact: bool) -> None:
         old = self.past[-1 - base % len(self.past)][:cut]
-        prompt = np.concatenate([old, np.array(new, np.int32)])[: ROWS - 12].astype(np.int32)
-        if not len(prompt):
-            return
+        prompt = np.concatenate([old, np.array(new, np.int32)])[: ROWS - 24].astype(np.int32)
+        if len(prompt):
+            self.look_up(key, prompt, exact)
+
+    def look_up(self, key: CacheKey, prompt: np.ndarray, exact: bool) -> None:
         match = self.cache.match(key, prompt, exact_only=exact)
         assert 0 <= match.exact_hit_len <= match.hit_len < len(prompt) == match.prompt_len
         least = self.oracle.least_hit(key, prompt, 0 if exact else MAX_CHAIN)
@@ -166,19 +173,29 @@ class CacheMachine(RuleBasedStateMachine):
         assert (chains <= match.provenance.chain).all(), "rows worse than the match says"
         assert (chains[: match.exact_hit_len // BLOCK * BLOCK] == 0).all(), "not exact"
         assert not reader.exact or not chains.any(), "an exact request got derived rows"
-        for ref in match.states:
-            self.verify_state(reader, ref, must_be_good=must_be_good)
+        for refs, read in (
+            (match.states, self.arena.read_state),
+            (match.checkpoints, self.arena.read_checkpoint),
+        ):
+            places = [ref.position for ref in refs]
+            assert places == sorted(set(places), reverse=True), "not the deepest first"
+            for ref in refs:
+                self.verify_record(reader, ref, read, must_be_good=must_be_good)
 
-    def verify_state(self, reader: Reader, ref: StateRef, *, must_be_good: bool) -> None:
-        assert 0 < ref.position <= reader.match.hit_len
-        assert ref.provenance.exact or not reader.exact, "an exact request got a derived state"
-        state = [np.zeros(2, np.uint32), np.zeros(1, np.int32)]
-        good = self.arena.read_state(ref.slot, ref.generation, state)
-        assert good or not must_be_good, "a pinned state was lost"
+    def verify_record(
+        self, reader: Reader, ref: StateRef, read: Callable[..., bool], *, must_be_good: bool
+    ) -> None:
+        """A state or a checkpoint is that of the prompt up to its position."""
+        match = reader.match
+        assert 0 < ref.position <= (match.exact_hit_len if reader.exact else match.hit_len)
+        assert ref.provenance.exact or not reader.exact, "an exact request got a derived one"
+        arrays = [np.zeros(2, np.uint32), np.zeros(1, np.int32)]
+        good = read(ref.slot, ref.generation, arrays)
+        assert good or not must_be_good, "a pinned one was lost"
         if good:
             want = fingerprints(reader.key, reader.prompt[: ref.position])[-1]
-            assert np.array_equal(state[0], want), "the state of another prefix"
-            assert state[1][0] <= ref.provenance.chain, "a state worse than it says"
+            assert np.array_equal(arrays[0], want), "that of another prefix"
+            assert arrays[1][0] <= ref.provenance.chain, "worse than it says"
 
     @precondition(lambda self: self.readers)
     @rule(pick=picks)
@@ -204,6 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         reservation = self.cache.reserve(
             reader.key, tokens, provenance=provenance,
             state_positions=[*states, len(reader.prompt) - 1, len(tokens)],
+            checkpoint_positions=range(INTERVAL, len(tokens) + 1, INTERVAL),
         )  # fmt: skip
         self.note_losses()
         assert reservation.start <= reservation.end <= len(tokens)
@@ -222,10 +240,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.arena.write_blocks(
             res.blocks[:count], res.generations[:count], res.start, end, writer.slot
         )
-        for ref in res.states if keep else ():
-            print_ = fingerprints(writer.key, writer.tokens[: ref.position])[-1]
-            chain = np.array([writer.provenance.chain], np.int32)
-            self.arena.write_state(ref.slot, ref.generation, [print_, chain])
+        chain = np.array([writer.provenance.chain], np.int32)
+        prints = fingerprints(writer.key, writer.tokens)
+        for refs, write in (
+            (res.states, self.arena.write_state),
+            (res.checkpoints, self.arena.write_checkpoint),
+        ):
+            for ref in refs[: round(keep * len(refs))]:
+                write(ref.slot, ref.generation, [prints[ref.position - 1], chain])
         self.cache.publish(res.lease)
         if writer.provenance.chain <= MAX_CHAIN:
             seen = writer.tokens[: end if count < len(res.blocks) else res.end]
@@ -243,9 +265,28 @@ class CacheMachine(RuleBasedStateMachine):
         before = len(self.readers)
         self.match(key, base, cut, new, exact)
         if len(self.readers) > before:
-            self.reserve(before, more, derive, states)
-            self.publish(len(self.writers) - 1, 1.0)
-            self.release(before)
+            self.answer(more, derive, states)
+
+    def answer(self, more: list[int], derive: bool, states: list[int]) -> None:
+        """The rest of a request, for the reader that came last."""
+        last = len(self.readers) - 1
+        self.reserve(last, more, derive, states)
+        self.publish(len(self.writers) - 1, 1.0)
+        self.release(last)
+
+    @rule(base=bases, cut=cuts, new=news, more=news, states=places)
+    def upgrade(
+        self, base: int, cut: int, new: list[int], more: list[int], states: list[int]
+    ) -> None:
+        """A prompt is answered after a replay, and then exactly while someone reads the first."""
+        before = len(self.readers)
+        self.match(KEYS[0], base, cut, new, False)
+        if len(self.readers) > before:
+            self.answer(more, True, states)
+            prompt = self.past[-1]
+            self.look_up(KEYS[0], prompt, False)
+            self.look_up(KEYS[0], prompt, True)
+            self.answer([], False, states)
 
     @precondition(lambda self: self.writers)
     @rule(pick=picks)

@@ -1,4 +1,4 @@
-"""Hits, eviction, states, provenance and leases, rule by rule."""
+"""Hits, eviction, provenance and leases, rule by rule."""
 
 from __future__ import annotations
 
@@ -186,51 +186,6 @@ def test_prompt_larger_than_the_cache_keeps_its_beginning(tmp_path: Path) -> Non
     client.cache.check()
 
 
-# -- states -------------------------------------------------------------------------------
-
-
-def test_states_have_their_own_budget(client: Client) -> None:
-    """Evicting a state leaves the K/V; the least recently used one goes."""
-    prompts = [prompt(100, seed) for seed in range(5)]
-    for tokens in prompts[:4]:
-        client.run(tokens, states=(99,))
-    client.peek(prompts[0])
-    client.run(prompts[4], states=(99,))
-    assert [len(client.peek(tokens).states) for tokens in prompts] == [1, 0, 1, 1, 1]
-    assert all(client.peek(tokens).hit_len == 99 for tokens in prompts)
-    assert client.cache.stats()["evicted_states"] == 1
-
-
-def test_state_dies_with_its_path(client: Client) -> None:
-    tokens = prompt(100)
-    client.run(tokens, states=(40, 99))
-    client.cache.evict(1)
-    assert [ref.position for ref in client.peek(tokens).states] == [40]
-    client.cache.evict(10_000)
-    assert client.cache.stats()["states_free"] == 4
-    client.cache.check()
-
-
-def test_pinned_states_are_not_evicted(client: Client) -> None:
-    old = [prompt(100, seed) for seed in range(4)]
-    for tokens in old:
-        client.run(tokens, states=(99,))
-    readers = [client.match(tokens) for tokens in old]
-    assert client.reserve(prompt(100, 9), states=(99,)).states == ()
-    state = [np.zeros(2, np.uint32)]
-    for reader in readers:
-        assert client.arena.read_state(*reader.states[0][1:3], state)
-
-
-def test_state_is_found_from_any_longer_prompt(client: Client) -> None:
-    tokens = prompt(300)
-    client.run(tokens, states=(100, 200, 300))
-    for length, position in ((101, 100), (150, 100), (201, 200), (250, 200)):
-        states = client.peek(branch(tokens, length - 1, 50)).states
-        assert [ref.position for ref in states] == [position]
-    assert client.peek(branch(tokens, 99, 50)).states == ()
-
-
 # -- provenance ---------------------------------------------------------------------------
 
 
@@ -305,6 +260,30 @@ def test_dead_reader_returns_its_pins(client: Client) -> None:
     assert client.cache.blocks.free == client.cache.blocks.size
 
 
+def test_match_and_reserve_end_overdue_leases(client: Client) -> None:
+    """Nobody calls expire here; also one that an older but renewed lease stands before."""
+    client.run(prompt(100))
+    renewed, dead = client.match(prompt(100)), client.match(prompt(100))
+    client.now = 50.0
+    assert client.cache.renew(renewed.lease)
+    client.now = 61.0
+    match = client.match(prompt(100))
+    assert (client.cache.stats()["leases_expired"], client.cache.release(dead.lease)) == (1, False)
+    client.now = 115.0
+    client.reserve(prompt(50, 1))
+    client.cache.check()
+    assert client.cache.stats()["leases_expired"] == 2
+    assert not client.cache.release(renewed.lease)
+    assert client.cache.release(match.lease)
+
+
+def test_a_full_cache_of_dead_leases_serves_on(client: Client) -> None:
+    client.reserve(prompt(256 * B))
+    assert client.reserve(prompt(64, 1)).end == 0
+    client.now = 61.0
+    assert client.reserve(prompt(64, 1)).end == 64
+
+
 def test_dead_writer_returns_its_blocks_and_cannot_write_late(client: Client) -> None:
     tokens = prompt(256 * B)
     late = client.reserve(tokens, states=(5,))
@@ -363,20 +342,6 @@ def test_damaged_block_is_a_counted_miss(client: Client, what: str) -> None:
     assert client.peek(tokens).hit_len == 3 * B
     client.run(tokens)
     assert client.peek(tokens).hit_len == 199
-
-
-def test_damaged_state_is_a_counted_miss(client: Client) -> None:
-    tokens = prompt(200)
-    client.run(tokens, states=(150, 199))
-    match = client.match(tokens)
-    ref = match.states[0]
-    client.arena.states.arrays[0][ref.slot, 0] ^= np.uint32(4)
-    assert not client.arena.read_state(ref.slot, ref.generation, [np.zeros(2, np.uint32)])
-    client.cache.report_corrupt(match.lease, state=ref.slot)
-    client.cache.release(match.lease)
-    client.cache.check()
-    assert client.cache.stats()["corrupt_states"] == 1
-    assert [ref.position for ref in client.peek(tokens).states] == [150]
 
 
 def test_misuse_is_told(client: Client) -> None:

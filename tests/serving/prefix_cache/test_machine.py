@@ -40,11 +40,19 @@ def prefix_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def pinned_evicted(patch: pytest.MonkeyPatch) -> None:
     """A pin is counted but does not take the leaf out of the eviction order."""
+    unpin = tree.RadixTree.unpin
 
     def pin(self: tree.RadixTree, node: tree.Node) -> None:
         node.pins += 1
 
+    def unless_gone(self: tree.RadixTree, node: tree.Node) -> None:
+        """An evicted leaf in the order again would only crash the next eviction."""
+        unpin(self, node)
+        if node.parent and node.parent.children.get(node.first) is not node:
+            self.leaves.pop(node, None)
+
     patch.setattr(tree.RadixTree, "pin", pin)
+    patch.setattr(tree.RadixTree, "unpin", unless_gone)
 
 
 def derived_seen_by_exact(patch: pytest.MonkeyPatch) -> None:
@@ -72,9 +80,21 @@ def replaced_block_freed_under_its_reader(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool.Pool, "retire", lambda self, ids, last_lease: self.unref(ids))
 
 
+def checkpoint_outlives_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    """What is cut off the end of a leaf, or all of it, goes without its checkpoints."""
+
+    def states_only(self: tree.RadixTree, node: tree.Node, end: int) -> None:
+        for store, kept in node.records.items():
+            if store.name == "state":
+                store.lose([record for position, record in kept.items() if position > end])
+
+    patch.setattr(tree.RadixTree, "_lose_records", states_only)
+
+
 FAULTS = (
     stale_generation, salt_not_in_key, prefix_not_compared, pinned_evicted,
     derived_seen_by_exact, off_by_one_at_block_end, replaced_block_freed_under_its_reader,
+    checkpoint_outlives_its_blocks,
 )  # fmt: skip
 
 
