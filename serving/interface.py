@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.errors import RequestError
-from serving.engine.requests import MAX_TOKENS_LIMIT, SamplingParams
+from serving.engine.requests import EXACT_REPLAY, MAX_TOKENS_LIMIT, SamplingParams
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 
 Array = NDArray[Any]
@@ -50,6 +50,7 @@ INPUTS = (
     Tensor("replay_mode", "STRING"),
     Tensor("replay_ratio", "FP32"),
     Tensor("replay_tokens", "INT64"),
+    Tensor("max_replay_error", "FP32"),
     Tensor("deadline_ms", "INT64"),
 )
 OUTPUTS = (
@@ -85,8 +86,15 @@ class TextRequest:
     deadline: float | None = None
 
 
-def parse(tensors: Mapping[str, Array | None], vocab_size: int) -> TextRequest:
-    """Tensors by name (None = absent) → request. Raises RequestError naming tensor and value."""
+def parse(
+    tensors: Mapping[str, Array | None],
+    vocab_size: int,
+    default_replay: ReplayRequest = EXACT_REPLAY,
+) -> TextRequest:
+    """Tensors by name (None = absent) → request. Raises RequestError naming tensor and value.
+
+    ``default_replay``: of a request that says nothing about replay.
+    """
     values = {name: _value(KNOWN[name], array) for name, array in tensors.items()}
     values = {k: v for k, v in values.items() if v is not None}
     prompt = values.get("text_input")
@@ -97,7 +105,7 @@ def parse(tensors: Mapping[str, Array | None], vocab_size: int) -> TextRequest:
     return TextRequest(
         prompt=prompt,
         sampling=_sampling(values, vocab_size),
-        replay=_replay(values),
+        replay=_replay(values, default_replay),
         cache_salt=values.get("cache_salt", ""),
         stop_words=tuple(w for w in values.get("stop_words", ()) if w),
         bad_words=tuple(w for w in values.get("bad_words", ()) if w),
@@ -151,23 +159,30 @@ def _sampling(values: dict[str, Any], vocab_size: int) -> SamplingParams:
     return params
 
 
-def _replay(values: dict[str, Any]) -> ReplayRequest:
+def _replay(values: dict[str, Any], default: ReplayRequest) -> ReplayRequest:
     """What is given implies the mode. A value that the mode does not use is checked as well."""
     ratio, tokens = values.get("replay_ratio"), values.get("replay_tokens")
+    error = values.get("max_replay_error")
     if ratio is not None and not 0 < ratio <= 1:
         raise RequestError(f"replay_ratio is {ratio:g}, expected more than 0, up to 1")
     if tokens is not None:
         _within("replay_tokens", tokens, 1, MAX_TOKENS_LIMIT)
-    given = [mode for mode, amount in (("ratio", ratio), ("tokens", tokens)) if amount is not None]
-    if len(given) == 2 and "replay_mode" not in values:
-        raise RequestError("replay_ratio and replay_tokens are both given", fix="Send one of them")
-    mode = values.get("replay_mode", given[0] if given else "exact")
-    amounts = {"exact": 0.0, "ratio": ratio, "tokens": tokens}
-    if mode not in amounts:
-        raise RequestError(f"replay_mode is {mode!r}, expected exact, ratio or tokens")
-    amount = amounts[mode]
+    if error is not None and error < 0:
+        raise RequestError(f"max_replay_error is {error:g}, expected 0 or more")
+    amounts = {"bounded": error, "ratio": ratio, "tokens": tokens}
+    given = [mode for mode, amount in amounts.items() if amount is not None]
+    names = {"bounded": "max_replay_error", "ratio": "replay_ratio", "tokens": "replay_tokens"}
+    if len(given) > 1 and "replay_mode" not in values:
+        both = " and ".join(sorted(names[mode] for mode in given))
+        raise RequestError(f"{both} are both given", fix="Send one of them")
+    mode = values.get("replay_mode", given[0] if given else str(default.mode))
+    if mode not in ("exact", *amounts):
+        raise RequestError(f"replay_mode is {mode!r}, expected exact, bounded, ratio or tokens")
+    amount = 0.0 if mode == "exact" else amounts[mode]
+    if amount is None and mode == default.mode:
+        amount = default.amount
     if amount is None:
-        raise RequestError(f"replay_mode {mode} needs replay_{mode}")
+        raise RequestError(f"replay_mode {mode} needs {names[mode]}")
     return ReplayRequest(ReplayMode(mode), amount)
 
 

@@ -66,6 +66,10 @@ def internal_error(error: BaseException) -> str:
     return f"internal error (incident {incident} in the server's log)"
 
 
+def log_warning(message: str) -> None:
+    pb_utils.Logger.log_warn(message)
+
+
 class Metrics:
     """Counters, gauges and histograms by name and labels; families live as long as this does."""
 

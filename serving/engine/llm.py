@@ -15,7 +15,7 @@ from serving.engine.prefix import Prefixes, make_cache
 from serving.engine.requests import EXACT_REPLAY, Finish, Request, SamplingParams, Stream, Usage
 from serving.engine.text import Text, TextStream
 from serving.prefix_cache import CacheConfig, PrefixCache, ReplayRequest
-from serving.replay.policy import measure_cost
+from serving.replay.cost import measure_cost
 
 
 @dataclass

@@ -1,22 +1,17 @@
-"""From calibration to the planner's policy, and what running tokens costs on this machine."""
+"""From calibration to what the planner may do, and to the default of requests."""
 
 from __future__ import annotations
 
 import math
-import time
 
-import numpy as np
-
-from serving.engine.model import Model, prefill_step
-from serving.engine.slots import SlotClass
-from serving.prefix_cache.planner import NO_POLICY, CostModel, ReplayPolicy
+from serving.prefix_cache.planner import (
+    NO_POLICY,
+    CostModel,
+    ReplayMode,
+    ReplayPolicy,
+    ReplayRequest,
+)
 from serving.replay.calibration import Calibration
-
-_TOKENS = 64
-_CONTEXT = 1024
-# A model this slow spends its time on weights, not on attention; do not keep the start waiting.
-_SLOW_SECONDS = 1.0
-_COPY_BYTES = 8 << 20
 
 
 def policy_of(calibration: Calibration, cost: CostModel) -> ReplayPolicy:
@@ -33,24 +28,8 @@ def policy_of(calibration: Calibration, cost: CostModel) -> ReplayPolicy:
     )
 
 
-def measure_cost(model: Model) -> CostModel:
-    """Time two short runs, one after an empty and one after a long context, and a copy."""
-    slots = SlotClass(model.spec, _CONTEXT + _TOKENS, 1)
-    for array in slots.kv.values():
-        array[:] = 0
-    _run(model, slots, 0, 2)
-    near = _run(model, slots, 0, _TOKENS)
-    far = near if near > _SLOW_SECONDS else _run(model, slots, _CONTEXT, _TOKENS)
-    attended = max(0.0, far - near) / (_TOKENS * _CONTEXT)
-    buffer = np.zeros(_COPY_BYTES, np.uint8)
-    started = time.perf_counter()
-    buffer.copy()
-    copy = (time.perf_counter() - started) / _COPY_BYTES
-    return CostModel(near / _TOKENS, attended, copy * model.spec.kv_bytes_per_token())
-
-
-def _run(model: Model, slots: SlotClass, start: int, count: int) -> float:
-    step = prefill_step(np.zeros(count, np.int64), start)
-    started = time.perf_counter()
-    model.run(slots, 0, step)
-    return time.perf_counter() - started
+def default_replay(calibration: Calibration) -> ReplayRequest:
+    """Of requests that ask for nothing: the calibrated target, or exact where it is not known."""
+    if calibration.known:
+        return ReplayRequest(ReplayMode.BOUNDED, calibration.target_kl)
+    return ReplayRequest(ReplayMode.EXACT)

@@ -32,7 +32,7 @@ from serving.engine.prefix import Prefixes
 from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 from serving.prefix_cache.rpc import Call, RemoteIndex, Reply
-from serving.replay.policy import measure_cost
+from serving.replay.cost import measure_cost
 
 LOAD_SECONDS = 0.5
 _CODES: dict[type[Exception], str] = {

@@ -26,6 +26,7 @@ from serving.deploy import bundle_path, from_parameters
 from serving.engine.bundle import Bundle
 from serving.engine.text import Text, TextStream
 from serving.interface import INPUTS, OUTPUTS, TextRequest, parse
+from serving.replay.policy import default_replay
 
 KINDS = {t.name: t.kind for t in OUTPUTS}
 WATCH_SECONDS = 0.02
@@ -120,6 +121,9 @@ class TritonPythonModel:
         self.config = from_parameters(LlmConfig, args)
         bundle = Bundle.open(bundle_path(__file__))
         self.text, self.spec = Text(bundle.path), bundle.spec
+        self.replay = default_replay(bundle.calibration)
+        if not bundle.calibration.known:
+            edge.log_warning(f"{bundle.calibration.verdict}; the default is exact")
         self.pool = ThreadPoolExecutor(self.config.max_requests, thread_name_prefix="request")
         self.free = threading.BoundedSemaphore(self.config.max_requests)
         self.running: dict[str, Reply] = {}
@@ -153,7 +157,7 @@ class TritonPythonModel:
             known = ", ".join(t.name for t in INPUTS)
             raise RequestError(f"unknown field {unknown[0]!r}", fix=f"Known: {known}")
         tensors = {t.name: edge.array(request, t.name) for t in INPUTS}
-        return parse(tensors, self.spec.vocab_size)
+        return parse(tensors, self.spec.vocab_size, self.replay)
 
     def answer(self, reply: Reply, wanted: TextRequest) -> None:
         name = uuid.uuid4().hex
