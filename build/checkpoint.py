@@ -6,6 +6,7 @@ Only safetensors are read: pickled files run code. Nothing is loaded before it i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -163,9 +164,11 @@ class RandomWeights:
             return np.ones(shape, np.float32)
         if leaf == "dt_bias":
             return np.full(shape, 0.5413, np.float32)  # softplus(0.5413) = 1
-        if leaf == "A_log":
-            rates: NDArray[np.float32] = np.log(np.logspace(-4, -1, shape[0])).astype(np.float32)
-            return rates
+        if leaf in ("A_log", "rate"):
+            rates = np.logspace(-4, -1, math.prod(shape)).reshape(shape)
+            # RG-LRU: 8 softplus(rate) times a gate around 1/2
+            raw = np.log(rates) if leaf == "A_log" else np.log(np.expm1(rates / 4))
+            return np.asarray(raw, np.float32)
         scale = 1.0 if weight == "embed" else shape[-1] ** -0.5
         values: NDArray[np.float32] = rng.standard_normal(shape, np.float32)
         values *= np.float32(scale)

@@ -69,11 +69,14 @@ class GraphBuilder(Nodes):
         self.external_tensors.append(self._external(path, self.read(path)))
         return path
 
-    def linear(self, x: str, path: str) -> str:
-        """``x @ W^T`` for the weight at ``path`` [out, in]."""
-        name = f"{path}.weight"
+    def linear(self, x: str, path: str, *, bias: bool = False) -> str:
+        """``x @ W^T`` for the weight at ``path`` [out, in], plus the bias at ``path_bias``."""
+        name, node = f"{path}.weight", f"/{path.replace('.', '/')}"
         self.external_tensors.append(self._external(name, self.read(path).T))
-        return str(self.op("MatMul", [x, name], f"/{path.replace('.', '/')}"))
+        product = self.op("MatMul", [x, name], node)
+        if not bias:
+            return str(product)
+        return str(self.op("Add", [product, self.small(f"{path}_bias")], f"{node}/biased"))
 
     def experts(self, path: str, *, transpose: bool = False) -> str:
         """A stack of matrices [E, out, in], each as it is or as [in, out]."""
@@ -164,5 +167,9 @@ def _logits(g: GraphBuilder, step: StepInputs, x: str, embed: str) -> None:
     head = embed if spec.tie_embeddings else g.table("lm_head")
     logits = g.op("Gemm", [h, head], "/lm_head", transB=1)
     logits = _scaled(g, logits, spec.logit_scale, "/logits/scale")
+    if spec.logit_softcap:
+        logits = g.op("Tanh", [_scaled(g, logits, 1 / spec.logit_softcap, "/logits/uncapped")],
+                      "/logits/tanh")  # fmt: skip
+        logits = _scaled(g, logits, spec.logit_softcap, "/logits/capped")
     g.op("Identity", [logits], "/logits", outputs=["logits"])
     g.output("logits", ["N", spec.vocab_size])

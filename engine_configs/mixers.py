@@ -57,7 +57,8 @@ class MixerBase:
 class Attention(MixerBase):
     """Softmax attention with a KV cache (Hq query heads, Hk key/value heads).
 
-    ``gated``: the output is multiplied by ``sigmoid(g_proj(x))`` before o_proj.
+    ``gated``: the output is multiplied by ``sigmoid(g_proj(x))`` before o_proj; ``window``: a query
+    sees that many tokens, itself included.
     """
 
     num_heads: int
@@ -68,6 +69,8 @@ class Attention(MixerBase):
     qk_norm: Norm | None = None
     qk_norm_over: Literal["head", "all"] = "head"
     gated: bool = False
+    window: int | None = None
+    out_bias: bool = False
     kind: Literal["attention"] = "attention"
 
     @property
@@ -85,6 +88,8 @@ class Attention(MixerBase):
         }
         if self.gated:
             shapes["g_proj"] = (q, hidden)
+        if self.out_bias:
+            shapes["o_proj_bias"] = (hidden,)
         if self.qk_norm:
             per_head = self.qk_norm_over == "head"
             shapes["q_norm"] = (self.head_dim,) if per_head else (q,)
@@ -248,6 +253,86 @@ class Mamba2(MixerBase):
 
 
 @dataclass(frozen=True)
+class Mamba1(MixerBase):
+    """Selective state space with a decay per channel and state (Gu & Dao, arXiv 2312.00752).
+
+    ``norm``: of dt, B and C before they are used (Jamba).
+    """
+
+    inner: int
+    state_size: int
+    dt_rank: int
+    conv_width: int
+    norm: Norm | None = None
+    conv_bias: bool = True
+    kind: Literal["mamba1"] = "mamba1"
+
+    def weights(self, hidden: int) -> Shapes:
+        """Rows of in_proj: x, z; of x_proj: dt, B, C."""
+        shapes: Shapes = {
+            "in_proj": (2 * self.inner, hidden),
+            "conv": (self.inner, self.conv_width),
+            "x_proj": (self.dt_rank + 2 * self.state_size, self.inner),
+            "dt_proj": (self.inner, self.dt_rank),
+            "dt_bias": (self.inner,),
+            "A_log": (self.inner, self.state_size),
+            "D": (self.inner,),
+            "o_proj": (hidden, self.inner),
+        }
+        if self.conv_bias:
+            shapes["conv_bias"] = (self.inner,)
+        if self.norm:
+            shapes |= {"dt_norm": (self.dt_rank,)}
+            shapes |= {f"{n}_norm": (self.state_size,) for n in ("b", "c")}
+        return shapes
+
+    def conv_state(self) -> tuple[int, ...]:
+        return (self.conv_width - 1, self.inner)
+
+    def recurrent_state(self) -> tuple[int, ...]:
+        return (self.inner, self.state_size, 1)
+
+    def units(self) -> int:
+        return self.inner * self.state_size
+
+
+@dataclass(frozen=True)
+class RgLru(MixerBase):
+    """Griffin's recurrent block (arXiv 2402.19427): a convolution, then a gated linear recurrence
+    of every channel by itself; its gates are block-diagonal in ``num_blocks`` blocks."""
+
+    width: int
+    num_blocks: int
+    conv_width: int
+    kind: Literal["rg_lru"] = "rg_lru"
+
+    def weights(self, hidden: int) -> Shapes:
+        """Gates are [block, in, out]."""
+        size = self.width // self.num_blocks
+        shapes: Shapes = {
+            "conv": (self.width, self.conv_width),
+            "conv_bias": (self.width,),
+            "rate": (self.width,),
+            "o_proj": (hidden, self.width),
+            "o_proj_bias": (hidden,),
+        }
+        for name in ("x_proj", "y_proj"):
+            shapes |= {name: (self.width, hidden), f"{name}_bias": (self.width,)}
+        for name in ("input_gate", "recurrent_gate"):
+            shapes |= {name: (self.num_blocks, size, size), f"{name}_bias": (self.width,)}
+        return shapes
+
+    def conv_state(self) -> tuple[int, ...]:
+        return (self.conv_width - 1, self.width)
+
+    def recurrent_state(self) -> tuple[int, ...]:
+        return (self.width, 1, 1)
+
+    def units(self) -> int:
+        return self.width
+
+
+@dataclass(frozen=True)
 class Lightning(MixerBase):
     """Linear attention with a constant decay per head (Lightning Attention, arXiv 2401.04658)."""
 
@@ -289,7 +374,7 @@ class ShortConv(MixerBase):
         return (self.conv_width - 1, self.channels)
 
 
-Activation = Literal["silu", "relu2"]
+Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -299,12 +384,15 @@ class Mlp(MixerBase):
     intermediate: int
     activation: Activation = "silu"
     gated: bool = True
+    bias: bool = False
     kind: Literal["mlp"] = "mlp"
 
     def weights(self, hidden: int) -> Shapes:
         inner = (self.intermediate, hidden)
         shapes: Shapes = {"up_proj": inner, "down_proj": (hidden, self.intermediate)}
-        return {"gate_proj": inner, **shapes} if self.gated else shapes
+        if self.gated:
+            shapes = {"gate_proj": inner, **shapes}
+        return shapes | {f"{n}_bias": s[:1] for n, s in shapes.items() if self.bias}
 
 
 @dataclass(frozen=True)
@@ -348,7 +436,8 @@ class Moe(MixerBase):
         return shapes
 
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2 | Lightning | ShortConv | Mlp | Moe
+LinearMixer = GatedDeltaNet | Mamba1 | Mamba2 | RgLru | Lightning | ShortConv
+Mixer = Attention | LatentAttention | LinearMixer | Mlp | Moe
 AttentionMixer = Attention | LatentAttention
 
 

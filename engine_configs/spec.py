@@ -25,11 +25,13 @@ from engine_configs.mixers import (
     GatedDeltaNet,
     LatentAttention,
     Lightning,
+    Mamba1,
     Mamba2,
     Mixer,
     Mlp,
     Moe,
     Norm,
+    RgLru,
     Rope,
     Shapes,
     ShortConv,
@@ -43,11 +45,13 @@ __all__ = [
     "HybridSpec",
     "LatentAttention",
     "Lightning",
+    "Mamba1",
     "Mamba2",
     "Mixer",
     "Mlp",
     "Moe",
     "Norm",
+    "RgLru",
     "Rope",
     "Shapes",
     "ShortConv",
@@ -93,6 +97,7 @@ class HybridSpec:
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

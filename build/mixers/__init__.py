@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from build.mixers.attention import attention, latent_attention
 from build.mixers.common import StepInputs, rms_norm
+from build.mixers.diagonal import mamba1, rg_lru
 from build.mixers.linear import gated_delta_net, lightning, mamba2, short_conv
 from build.mixers.mlp import mlp, moe
 from engine_configs.spec import (
@@ -13,9 +14,11 @@ from engine_configs.spec import (
     GatedDeltaNet,
     LatentAttention,
     Lightning,
+    Mamba1,
     Mamba2,
     Mlp,
     Moe,
+    RgLru,
     ShortConv,
 )
 
@@ -26,7 +29,9 @@ MIXERS: dict[type, Callable[..., str]] = {
     Attention: attention,
     LatentAttention: latent_attention,
     GatedDeltaNet: gated_delta_net,
+    Mamba1: mamba1,
     Mamba2: mamba2,
+    RgLru: rg_lru,
     Lightning: lightning,
     ShortConv: short_conv,
     Mlp: mlp,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from build.mixers.common import StepInputs, node_path, rms_norm
+from build.mixers.common import StepInputs, node_path, per_head, rms_norm
 from engine_configs.mixers import AttentionMixer
 from engine_configs.spec import Attention, LatentAttention, Rope
 from plugins.compressed_sparse_attention.node import compressed_sparse_attention
@@ -39,7 +39,7 @@ def attention(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Attention
     if m.gated:
         gate = g.op("Sigmoid", [g.linear(x, f"{path}.g_proj")], f"{node}/gate")
         o = g.op("Mul", [o, gate], f"{node}/gated")
-    return g.linear(o, f"{path}.o_proj")
+    return g.linear(o, f"{path}.o_proj", bias=m.out_bias)
 
 
 def latent_attention(
@@ -61,14 +61,14 @@ def latent_attention(
     q = g.reshape(q, [0, 0, m.num_heads, m.nope_dim + m.shared_dim], f"{node}/q_heads")
     sizes = g.const([m.nope_dim, m.shared_dim])
     nope, shared = g.op("Split", [q, sizes], f"{node}/q_split", outputs=2, axis=-1)
-    absorbed = _per_head(g, nope, g.experts(f"{path}.k_b"), f"{node}/k_b")
+    absorbed = per_head(g, nope, g.experts(f"{path}.k_b"), f"{node}/k_b")
     q = g.op("Concat", [absorbed, shared], f"{node}/q", axis=-1)
     q = g.reshape(q, [0, 0, m.num_heads * m.head_dim], f"{node}/q_flat")
 
     o = _attend(g, step, i, node, m, q, k, k)
     o = g.reshape(o, [0, 0, m.num_heads, m.head_dim], f"{node}/o_heads")
     o = g.slice(o, 0, m.kv_rank, 3, f"{node}/o_latent")
-    o = _per_head(g, o, g.experts(f"{path}.v_b", transpose=True), f"{node}/v_b")
+    o = per_head(g, o, g.experts(f"{path}.v_b", transpose=True), f"{node}/v_b")
     o = g.reshape(o, [0, 0, m.num_heads * m.output_dim], f"{node}/o_flat")
     return g.linear(o, f"{path}.o_proj")
 
@@ -95,14 +95,8 @@ def _attend(
         num_kv_heads=m.num_kv_heads,
         head_dim=m.head_dim,
         scale=m.scale,
+        window=m.window if isinstance(m, Attention) else None,
     )
-
-
-def _per_head(g: GraphBuilder, x: str, weight: str, path: str) -> str:
-    """x [B, T, H, a] times weight [H, a, b] → [B, T, H, b]."""
-    heads = g.op("Transpose", [x], f"{path}/heads", perm=[0, 2, 1, 3])
-    product = g.op("MatMul", [heads, weight], path)
-    return str(g.op("Transpose", [product], f"{path}/back", perm=[0, 2, 1, 3]))
 
 
 def _qk_norm(g: GraphBuilder, x: str, path: str, m: Attention, heads: int) -> str:

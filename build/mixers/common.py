@@ -57,9 +57,18 @@ def activate(g: Nodes, x: str, kind: str, path: str) -> str:
         return silu(g, x, path)
     if kind == "sigmoid":
         return str(g.op("Sigmoid", [x], path))
+    if kind == "gelu_tanh":
+        return str(g.op("Gelu", [x], path, approximate="tanh"))
     assert kind == "relu2", kind
     positive = g.op("Relu", [x], f"{path}/relu")
     return str(g.op("Mul", [positive, positive], path))
+
+
+def per_head(g: GraphBuilder, x: str, weight: str, path: str) -> str:
+    """x [B, T, H, a] times weight [H, a, b] → [B, T, H, b]."""
+    heads = g.op("Transpose", [x], f"{path}/heads", perm=[0, 2, 1, 3])
+    product = g.op("MatMul", [heads, weight], path)
+    return str(g.op("Transpose", [product], f"{path}/back", perm=[0, 2, 1, 3]))
 
 
 def causal_conv(
@@ -96,3 +105,21 @@ def causal_conv(
     present = g.output(f"present_conv_state_{i}", shape)
     g.op("GatherND", [joined, index], f"{node}/state", outputs=[present], batch_dims=1)
     return total
+
+
+def masked_dt(
+    g: GraphBuilder,
+    step: StepInputs,
+    path: str,
+    x: str,
+    low: float = 0.0,
+    high: float | None = None,
+) -> str:
+    """``softplus(x + dt_bias)`` clamped to [low, high]; 0 at padding, so that nothing changes."""
+    node = f"{node_path(path)}/dt"
+    biased = g.op("Add", [x, g.small(f"{path}.dt_bias")], f"{node}/biased")
+    dt = g.op("Softplus", [biased], f"{node}/softplus")
+    if low > 0 or high is not None:
+        ends = [g.const(low, np.float32), "" if high is None else g.const(high, np.float32)]
+        dt = g.op("Clip", [dt, *ends], f"{node}/clip")
+    return str(g.op("Mul", [dt, step.mask], node))

@@ -10,6 +10,7 @@ from build.mixers.common import (
     StepInputs,
     activate,
     causal_conv,
+    masked_dt,
     node_path,
     plain_rms_norm,
     rms_norm,
@@ -38,7 +39,7 @@ def gated_delta_net(
     q, k = (
         _l2_norm(g, t, m.num_k_heads, m.key_dim, f"{node}/{n}_l2") for t, n in ((q, "q"), (k, "k"))
     )
-    dt = _masked_dt(g, step, path, _projected(g, x, f"{path}.a", m.decay_rank))
+    dt = masked_dt(g, step, path, _projected(g, x, f"{path}.a", m.decay_rank))
     repeats = m.units() // m.num_v_heads
     log_decay = _log_decay(g, i, path, dt, m.units(), repeats)
     beta = g.op("Sigmoid", [g.linear(x, f"{path}.b_proj")], f"{node}/beta")
@@ -65,7 +66,7 @@ def mamba2(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Mamba2, x: s
     mixed = silu(g, conv, f"{node}/conv/silu")
     sizes = g.const([m.inner, groups, groups])
     inner, b, c = g.op("Split", [mixed, sizes], f"{node}/split", outputs=3, axis=-1)
-    dt = _masked_dt(g, step, path, dt, m.dt_min, m.dt_max)
+    dt = masked_dt(g, step, path, dt, m.dt_min, m.dt_max)
     log_decay = _log_decay(g, i, path, dt, m.num_heads, 1)
     heads = g.reshape(inner, [0, 0, m.num_heads, m.head_dim], f"{node}/x_heads")
     column = g.op("Unsqueeze", [dt, g.const([3])], f"{node}/dt_column")
@@ -137,24 +138,6 @@ def _projected(g: GraphBuilder, x: str, path: str, rank: int) -> str:
     if not rank:
         return g.linear(x, f"{path}_proj")
     return g.linear(g.linear(x, f"{path}_a_proj"), f"{path}_b_proj")
-
-
-def _masked_dt(
-    g: GraphBuilder,
-    step: StepInputs,
-    path: str,
-    x: str,
-    low: float = 0.0,
-    high: float | None = None,
-) -> str:
-    """``softplus(x + dt_bias)`` clamped to [low, high]; 0 at padding, so that nothing changes."""
-    node = f"{node_path(path)}/dt"
-    biased = g.op("Add", [x, g.small(f"{path}.dt_bias")], f"{node}/biased")
-    dt = g.op("Softplus", [biased], f"{node}/softplus")
-    if low > 0 or high is not None:
-        ends = [g.const(low, np.float32), "" if high is None else g.const(high, np.float32)]
-        dt = g.op("Clip", [dt, *ends], f"{node}/clip")
-    return str(g.op("Mul", [dt, step.mask], node))
 
 
 def _log_decay(g: GraphBuilder, i: int, path: str, dt: str, units: int, repeats: int) -> str:

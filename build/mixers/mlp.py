@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 def mlp(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Mlp, x: str) -> str:
     node = node_path(path)
-    up = g.linear(x, f"{path}.up_proj")
-    if not m.gated:
-        return g.linear(activate(g, up, m.activation, f"{node}/act"), f"{path}.down_proj")
-    gate = activate(g, g.linear(x, f"{path}.gate_proj"), m.activation, f"{node}/act")
-    return g.linear(g.op("Mul", [gate, up], f"{node}/gated"), f"{path}.down_proj")
+    inner = g.linear(x, f"{path}.up_proj", bias=m.bias)
+    if m.gated:
+        gate = g.linear(x, f"{path}.gate_proj", bias=m.bias)
+        gate = activate(g, gate, m.activation, f"{node}/act")
+        inner = g.op("Mul", [gate, inner], f"{node}/gated")
+    else:
+        inner = activate(g, inner, m.activation, f"{node}/act")
+    return g.linear(inner, f"{path}.down_proj", bias=m.bias)
 
 
 def moe(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Moe, x: str) -> str:

@@ -10,6 +10,7 @@ from engine_configs.families.bamba import bamba
 from engine_configs.families.config import ConfigReader
 from engine_configs.families.falcon_h1 import falcon_h1
 from engine_configs.families.granite import granitemoehybrid
+from engine_configs.families.jamba import jamba
 from engine_configs.families.kimi_linear import kimi_linear
 from engine_configs.families.lfm2 import lfm2
 from engine_configs.families.minimax import minimax
@@ -22,12 +23,14 @@ from engine_configs.families.qwen import (
     qwen3_5_text,
     qwen3_next,
 )
+from engine_configs.families.recurrent_gemma import recurrent_gemma
 from engine_configs.families.weights import Family
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "bamba": bamba,
     "falcon_h1": falcon_h1,
     "granitemoehybrid": granitemoehybrid,
+    "jamba": jamba,
     "kimi_linear": kimi_linear,
     "lfm2": lfm2,
     "minimax": minimax,
@@ -38,6 +41,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_5_text": qwen3_5_text,
     "qwen3_next": qwen3_next,
+    "recurrent_gemma": recurrent_gemma,
 }
 
 

@@ -67,6 +67,7 @@ class Stack:
         tied: bool = False,
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ) -> Family:
         spec = HybridSpec(
             model_type=model_type,
@@ -78,6 +79,7 @@ class Stack:
             tie_embeddings=config.take("tie_word_embeddings", bool, tied),
             embedding_scale=embedding_scale,
             logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
             bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
             eos_token_ids=config.token_ids("eos_token_id"),
         )

@@ -9,7 +9,8 @@ Inputs   q [B, T, Hq*dk], k_new [B, T or 0, Hk*dk], v_new [B, T or 0, Hk*dv],
          the last three are '' for dense attention
 Outputs  o [B, T, Hq*dv], present_k, present_v (alias past_k, past_v),
          error_bound [B, T, Hq], kept [B, Hk]; the last two may be ''
-Attributes  num_heads (Hq), kv_num_heads (Hk), scale
+Attributes  num_heads (Hq), kv_num_heads (Hk), scale, local_window_size (rows a query sees, its own
+         included; -1: all)
 
 With no new rows (replay) nothing is written and the queries stand at the last T positions.
 """
@@ -30,6 +31,7 @@ _ATTRIBUTES = {
     "num_heads": AttributeProto.INT,
     "kv_num_heads": AttributeProto.INT,
     "scale": AttributeProto.FLOAT,
+    "local_window_size": AttributeProto.INT,
 }
 
 
@@ -50,6 +52,7 @@ def compressed_sparse_attention(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    window: int | None = None,
 ) -> str:
     """Add the op (dense); returns o [B, T, Hq*dv]. ``inputs`` are the first eight of the op.
 
@@ -60,7 +63,8 @@ def compressed_sparse_attention(
             f"{num_heads} heads cannot share {num_kv_heads} K/V heads", where=path
         )
     if g.lowering == "standard":
-        return _attention(g, path, inputs, present, num_heads, num_kv_heads, head_dim, scale)
+        sizes = (num_heads, num_kv_heads, head_dim)
+        return _attention(g, path, inputs, present, sizes, scale, window)
     if head_dim % 8:
         raise ConversionError(
             f"head_dim is {head_dim}, ONNX Runtime's attention takes multiples of 8",
@@ -77,6 +81,7 @@ def compressed_sparse_attention(
         num_heads=num_heads,
         kv_num_heads=num_kv_heads,
         scale=scale,
+        local_window_size=window or -1,
     )
     return str(o)
 
@@ -86,12 +91,12 @@ def _attention(
     path: str,
     inputs: list[str],
     present: tuple[str, str],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    sizes: tuple[int, int, int],
     scale: float,
+    window: int | None,
 ) -> str:
     """ai.onnx: scatter the new rows into the slot, then Attention under a position mask."""
+    num_heads, num_kv_heads, head_dim = sizes
     q, k_new, v_new, past_k, past_v, _, _, positions = inputs
     first = g.op("Gather", [positions, g.const(0)], f"{path}/first", axis=1)
     for new, past, out, name in (
@@ -106,6 +111,10 @@ def _attention(
     index = g.op("Range", [g.const(0), last, g.const(1)], f"{path}/index")
     query = g.op("Unsqueeze", [positions, g.const([1, 3])], f"{path}/query")
     mask = g.op("LessOrEqual", [index, query], f"{path}/mask")
+    if window:
+        oldest = g.op("Sub", [query, g.const(window)], f"{path}/before_window")
+        inside = g.op("Greater", [index, oldest], f"{path}/inside_window")
+        mask = g.op("And", [mask, inside], f"{path}/window_mask")
     split = g.reshape(q, [0, 0, num_heads, head_dim], f"{path}/q/heads")
     heads = g.op("Transpose", [split], f"{path}/q/rows", perm=[0, 2, 1, 3])
     o = g.op("Attention", [heads, *present, mask], path, scale=scale)

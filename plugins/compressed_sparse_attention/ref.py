@@ -26,12 +26,13 @@ def compressed_sparse_attention(
     selected: NDArray[np.bool_] | None = None,
     *,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Array, Array, Array, Array, Ints]:
     """Attend over the selected rows; report what the rest would have weighed.
 
     q [B, T, Hq, dk], k_new [B, T or 0, Hk, dk], v_new [B, T or 0, Hk, dv],
     past_k [B, Hk, C, dk], past_v [B, Hk, C, dv], total_lens [B]: rows visible to the last query,
-    selected [B, Hk, C]: rows read exactly (None: all).
+    selected [B, Hk, C]: rows read exactly (None: all); window: rows a query sees, its own included.
     Returns o [B, T, Hq, dv], present_k, present_v (slots with the new rows written),
     error_bound [B, T, Hq] (attention mass dropped, 0 when dense), kept [B, Hk] (rows read).
     """
@@ -53,7 +54,8 @@ def compressed_sparse_attention(
             kept[b, h] = rows.sum()
             for t in range(T):
                 n = start + t + 1
-                keys, values, use = present_k[b, h, :n], present_v[b, h, :n], rows[:n]
+                seen = slice(0 if window is None else max(0, n - window), n)
+                keys, values, use = present_k[b, h, seen], present_v[b, h, seen], rows[seen]
                 for g in range(h * Hq // Hk, (h + 1) * Hq // Hk):
                     score = keys @ q[b, t, g] * scale
                     p = np.exp(score - score.max())

@@ -144,6 +144,21 @@ _KIMI = {
     "n_group": 2,
     "num_key_value_heads": 4,
 }
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "num_experts": 5,
+    "mamba_d_state": 6,
+    "mamba_dt_rank": 12,
+}
+_GRIFFIN = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "lru_width": 56,
+    "attention_window_size": 40,
+    "block_types": ["recurrent", "attention", "recurrent"],
+}
 
 
 def _moonshot_spelling(config: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +245,8 @@ CASES: dict[str, Case] = {
     ),
     "lfm2": Case("lfm2", _config("Lfm2Config", **_LFM2)),
     "minimax": Case("minimax", _config("MiniMaxConfig", **_MINIMAX)),
+    "jamba": Case("jamba", _config("JambaConfig", **_JAMBA)),
+    "recurrent_gemma": Case("recurrent_gemma", _config("RecurrentGemmaConfig", **_GRIFFIN)),
     "kimi_linear": Case("kimi_linear", _config("KimiLinearConfig", **_KIMI)),
     "kimi_linear_moonshot": Case(
         "kimi_linear", _config("KimiLinearConfig", **_KIMI), respell=_moonshot_spelling
@@ -244,7 +261,10 @@ def build(case: Case, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             leaf = name.rsplit(".", 1)[-1]
-            if leaf == "A_log":  # -log decay of 1e-4 .. 1e-1 a token: 10 to 10,000 tokens
+            if leaf == "recurrent_param":  # RG-LRU: 8 softplus(p) times a gate around 1/2
+                rates = torch.logspace(-4, -1, tensor.numel()) / 4
+                tensor.copy_(rates.expm1().log())
+            elif leaf == "A_log":  # -log decay of 1e-4 .. 1e-1 a token: 10 to 10,000 tokens
                 rates = torch.logspace(-4, -1, tensor.numel())
                 tensor.copy_(rates.log().reshape(tensor.shape))
             elif leaf == "dt_bias":

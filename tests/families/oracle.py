@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+# In transformers these go on from their states one token at a time only.
+SINGLE_STEPS = ("jamba", "recurrent_gemma")
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
@@ -42,15 +44,28 @@ def replayed_logits(model: Any, ids: Ids, hit_len: int, replayed: int) -> Logits
     for layer in tail.layers:
         layer.__dict__.pop("update", None)
         layer.__dict__.pop("get_seq_length", None)
-    return logits(model, ids[hit_len:], hit_len, tail)
+    if model.config.model_type not in SINGLE_STEPS:
+        return logits(model, ids[hit_len:], hit_len, tail)
+    singles = (logits(model, ids[p : p + 1], p, tail) for p in range(hit_len, len(ids)))
+    return np.concatenate(list(singles))
 
 
 def new_cache(model: Any) -> Any:
-    return (
-        MiniMaxCache()
-        if model.config.model_type == "minimax"
-        else DynamicCache(config=model.config)
-    )
+    if model.config.model_type == "minimax":
+        return MiniMaxCache()
+    if hasattr(model, "_setup_cache"):  # RecurrentGemma: states live in the modules
+        model._setup_cache(model.config, 1, "cpu", torch.float32)
+    cache = DynamicCache(config=model.config)
+    # Layers that see a window drop what is before it; a replay needs it.
+    windowed = (DynamicSlidingWindowLayer,)
+    cache.layers = [_WholeLayer() if isinstance(x, windowed) else x for x in cache.layers]
+    return cache
+
+
+class _WholeLayer(DynamicLayer):
+    """Keeps all keys and values of a layer whose queries see a window of them."""
+
+    is_sliding = True
 
 
 def _forgotten(model: Any, full: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Diagonal recurrences: every channel of the state decays by itself (Mamba-1, RG-LRU)."""
