@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,14 @@ from serving.prefix_cache.pool import Pool
 B = 8
 # two layers of different head counts and dk != dv, as in MLA; odd sizes so that padding matters
 LAYOUT = ArenaLayout.of_model(
-    B, [(2, 3, 5), (1, 4, 4)], [ArraySpec("conv", (3, 7)), ArraySpec("rec", (2, 3, 5))]
-)
+    B, [(2, 3, 5), (1, 4, 4)], [ArraySpec("conv", (3, 7)), ArraySpec("rec", (2, 3, 5))],
+    [ArraySpec("slow", (2, 13), "uint8"), ArraySpec("scale", (2,), "float16")],
+)  # fmt: skip
 
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Arena:
-    return Arena.create(tmp_path / "arena", LAYOUT, 20, 3)
+    return Arena.create(tmp_path / "arena", LAYOUT, 20, 3, 5)
 
 
 def rows(length: int, seed: int = 0) -> list[np.ndarray]:
@@ -133,6 +135,29 @@ def test_states(arena: Arena) -> None:
         arena.write_state(slot, 2, want)
 
 
+def test_checkpoints(arena: Arena) -> None:
+    """Of their own types; open sees them too, and a state of that slot is another thing."""
+    slot = int(Pool(arena.checkpoints.words).allocate(1)[0])
+    rng = np.random.default_rng(0)
+    want = [rng.integers(0, 99, spec.shape).astype(spec.dtype) for spec in LAYOUT.checkpoint]
+    arena.write_checkpoint(slot, 2, want)
+    assert arena.path is not None
+    other = Arena.open(arena.path)
+    assert other.layout == LAYOUT
+    kinds = (other.blocks, other.states, other.checkpoints)
+    assert [len(slots.words) for slots in kinds] == [20, 3, 5]
+    got = [np.zeros(spec.shape, spec.dtype) for spec in LAYOUT.checkpoint]
+    assert other.read_checkpoint(slot, 2, got)
+    for one, two in zip(want, got, strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert not arena.states.words.any()
+    assert not other.read_checkpoint(slot, 4, got)
+    arena.checkpoints.arrays[0][slot, 1, 12] ^= np.uint8(1)
+    assert not other.read_checkpoint(slot, 2, got)
+    with pytest.raises(CacheError, match="taken back"):
+        arena.write_checkpoint(slot, 2, want)
+
+
 def test_another_process_reads_and_writes(arena: Arena) -> None:
     blocks, generations = reserve(Pool(arena.blocks.words), [2, 3, 7])
     want = rows(3 * B)
@@ -175,9 +200,16 @@ def test_layout_errors_and_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     arena = Arena.of_config(config, LAYOUT)
     assert len(arena.blocks.words) == 10_000 // LAYOUT.block_bytes
     assert len(arena.states.words) == 1000 // LAYOUT.state_bytes
+    assert len(arena.checkpoints.words) == 0
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o600
     arena.unlink()
     assert not (tmp_path / "kv").exists()
+    several = replace(config, checkpoint_interval=3 * B, kv_bytes=30 * LAYOUT.block_bytes)
+    arena = Arena.of_config(several, LAYOUT)
+    assert (len(arena.blocks.words), len(arena.checkpoints.words)) == (30, 10 + 1 + 8)
+    bare = ArenaLayout.of_model(B, [(2, 3, 5)])
+    assert len(Arena.of_config(several, bare).checkpoints.words) == 0
+    arena.unlink()
     with pytest.raises(ConfigError, match="less than one block"):
         Arena.of_config(CacheConfig(name="kv", kv_bytes=10, block_size=B), LAYOUT)
     with pytest.raises(ConfigError, match="block_size 32"):
@@ -187,6 +219,8 @@ def test_layout_errors_and_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "kv").exists()
     with pytest.raises(ConfigError, match="lease_seconds"):
         CacheConfig(lease_seconds=0)
+    with pytest.raises(ConfigError, match="checkpoint_interval"):
+        CacheConfig(checkpoint_interval=-1)
 
 
 def test_without_checksum_the_words_still_guard(tmp_path: Path) -> None:
