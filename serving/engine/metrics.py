@@ -8,7 +8,7 @@ from serving.engine.requests import Usage
 
 OUTCOMES = ("ok", "cancelled", "error", "refused")
 TOKENS = ("prompt", "cached", "replayed", "computed", "generated")
-SOURCES = ("state", "tail", "recompute")
+SOURCES = ("state", "split", "tail", "recompute")
 _TTFT = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 _INTER_TOKEN = [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 

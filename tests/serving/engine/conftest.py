@@ -103,10 +103,12 @@ class Lab:
         self._engines: list[Engine] = []
         self._caches: list[PrefixCache] = []
 
-    def cache(self, **sizes: Any) -> PrefixCache:
+    def cache(self, model: Model | None = None, **sizes: Any) -> PrefixCache:
         name = f"test-{uuid.uuid4().hex}"
         sizes = {"kv_bytes": 16 << 20, "state_bytes": 16 << 20} | sizes
-        self._caches.append(make_cache(self.model.bundle, CacheConfig(name=name, **sizes)))
+        self._caches.append(
+            make_cache((model or self.model).bundle, CacheConfig(name=name, **sizes))
+        )
         return self._caches[-1]
 
     def engine(self, cache: PrefixCache | None = None, model: Any = None, **sizes: Any) -> Engine:
