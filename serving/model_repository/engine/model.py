@@ -81,9 +81,10 @@ class TritonPythonModel:
     def admit(self, request: Any, sender: Any) -> None:
         args = json.loads(edge.text(request, "args") or "{}")
         if op := edge.text(request, "op"):
-            if stream := self.open.get(args["id"]):
-                stream.complete |= op == "stop"
-                stream.cancel()
+            for name in args["ids"]:
+                if stream := self.open.get(name):
+                    stream.complete |= op == "stop"
+                    stream.cancel()
             sender.send(flags=edge.FINAL)
             return
         tokens = edge.array(request, "tokens")
@@ -97,11 +98,12 @@ class TritonPythonModel:
         )
         stream = Outbox(wanted, sender=sender, pump=self.events, name=args["id"])
         self.open[stream.name] = stream
+        # A thread of the server, one of few, is held until the first response: send one at once.
+        stream.put()
         try:
             self.engine.submit(wanted, stream)
-        except HybridServeError:
-            del self.open[stream.name]
-            raise
+        except HybridServeError as e:
+            stream.put(e)
 
     def refuse(self, sender: Any, error: Exception) -> None:
         self.metrics.outcome("refused")
@@ -135,8 +137,8 @@ class TritonPythonModel:
             outputs.append(edge.tensor("token_ids", "INT64", [t.token_id for t in tokens]))
             if stream.request.sampling.log_probs:
                 outputs.append(edge.tensor("log_probs", "FP32", [t.log_prob for t in tokens]))
-        last = events[-1]
-        if isinstance(last, Token):
+        last = events[-1] if events else None
+        if last is None or isinstance(last, Token):
             stream.sender.send(edge.response(outputs))
             return
         del self.open[stream.name]
@@ -149,7 +151,8 @@ class TritonPythonModel:
 
     def count(self, stream: Outbox, last: Finish | HybridServeError) -> None:
         if not isinstance(last, Finish):
-            self.metrics.outcome("error")
+            refused = isinstance(last, RequestError | OverloadedError)
+            self.metrics.outcome("refused" if refused else "error")
         elif last.reason == "cancelled" and not stream.complete:
             self.metrics.outcome("cancelled")
         else:

@@ -29,8 +29,8 @@ from serving.interface import INPUTS, OUTPUTS, TextRequest, parse
 from serving.replay.policy import default_replay
 
 KINDS = {t.name: t.kind for t in OUTPUTS}
-WATCH_SECONDS = 0.02
-WATCH_SHARE = 0.1  # of the watcher's time spent looking, at most: each look is a call to the server
+WATCH_SECONDS = (0.02, 0.2)  # between two looks at all requests, each of which is a call
+WATCH_SHARE = 0.25  # of the watcher's time that looking may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +189,13 @@ class TritonPythonModel:
                 ids, log_probs = (edge.array(response, n) for n in ("token_ids", "log_probs"))
                 answer.add(ids, log_probs)
                 if answer.text.stopped and not stopped and not result:
-                    call_off(name, "stop")
+                    call_off([name], "stop")
                 if wanted.stream and not result and any(answer.pieces):
                     reply.piece(outputs(*answer.take(), {}))
         except EngineError:
             raise
         except Exception:
-            call_off(name, "cancel")  # leaving the loop waits for the engine's last response
+            call_off([name], "cancel")  # leaving the loop waits for the engine's last response
             raise
         answer.pieces.append(answer.text.finish())
         if answer.text.stopped:
@@ -223,16 +223,17 @@ class TritonPythonModel:
 
     def watch(self) -> None:
         """Cancel again at each look: the first may come before the engine knows the request."""
-        pause = WATCH_SECONDS
+        shortest, longest = WATCH_SECONDS
+        pause = shortest
         while not self.stopping.wait(pause):
             started = time.monotonic()
-            for name, reply in dict(self.running).items():
-                try:
-                    if reply.unwanted():
-                        call_off(name, "cancel")
-                except Exception as e:
-                    edge.internal_error(e)
-            pause = max(WATCH_SECONDS, (time.monotonic() - started) / WATCH_SHARE)
+            try:
+                unwanted = [name for name, r in dict(self.running).items() if r.unwanted()]
+                pause = min(longest, max(shortest, (time.monotonic() - started) / WATCH_SHARE))
+                if unwanted:
+                    call_off(unwanted, "cancel")
+            except Exception as e:
+                edge.internal_error(e)
 
     def finalize(self) -> None:
         self.stopping.set()
@@ -260,9 +261,9 @@ def outputs(text: str, log_probs: list[float], result: dict[str, Any]) -> list[A
     return [edge.tensor(name, KINDS[name], value) for name, value in values.items()]
 
 
-def call_off(name: str, op: str) -> None:
-    """``cancel`` or ``stop`` (the answer is whole): the engine ends it at its next step."""
-    args = edge.tensor("args", "STRING", json.dumps({"id": name}))
+def call_off(names: list[str], op: str) -> None:
+    """``cancel`` or ``stop`` (the answer is whole): the engine ends them at its next step."""
+    args = edge.tensor("args", "STRING", json.dumps({"ids": names}))
     inputs = [edge.tensor("op", "STRING", op), args]
     for _ in edge.infer("engine", inputs, ["result"], decoupled=True):
         pass
