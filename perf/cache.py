@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +50,7 @@ LONG = 32_768
 FULL = 4 << 20  # tokens of the full cache that is evicted from and weighed
 TRACE, CAPACITY = 10_000, 1_000_000
 STATES = 1024  # full states kept during the trace
+INTERVAL = 512  # tokens from one checkpoint to the next, where there are any
 SESSIONS = 300
 
 # match 32K, insert 32K, evict 32K of 4M [µs]; bytes per token; requests/s; hit rate
@@ -152,16 +153,26 @@ def conversations(count: int) -> list[Tokens]:
 # -- the client -----------------------------------------------------------------------------
 
 
-def new_cache(tokens: int, states: int = 0) -> PrefixCache:
-    arena = Arena.without_data(BLOCK, tokens // BLOCK, states)
+def new_cache(tokens: int, states: int = 0, checkpoints: int = 0) -> PrefixCache:
+    arena = Arena.without_data(BLOCK, tokens // BLOCK, states, checkpoints)
     return PrefixCache(CacheConfig(block_size=BLOCK), arena)
 
 
-def insert(cache: PrefixCache, tokens: Tokens, states: tuple[int, ...] = ()) -> None:
-    res = cache.reserve(KEY, tokens, provenance=EXACT, state_positions=states)
+def insert(
+    cache: PrefixCache,
+    tokens: Tokens,
+    states: tuple[int, ...] = (),
+    checkpoints: Sequence[int] = (),
+) -> None:
+    """Checkpoint words are set in one go: writing 64 of them is the writer's time, not ours."""
+    res = cache.reserve(
+        KEY, tokens, provenance=EXACT, state_positions=states, checkpoint_positions=checkpoints
+    )
     cache.arena.blocks.words[res.blocks] = res.generations
     for ref in res.states:
         cache.arena.states.words[ref.slot] = ref.generation
+    for ref in res.checkpoints:
+        cache.arena.checkpoints.words[ref.slot] = ref.generation
     cache.publish(res.lease)
 
 
@@ -249,6 +260,37 @@ def measure_match(others: int) -> list[Result]:
             median("match 32K, nothing cached", timed(fresh * 3, 0)),
             median("insert 32K", [micros(lambda p=p: insert(cache, p)) for p in fresh], 300),
         ]
+
+
+def measure_checkpoints() -> list[Result]:
+    """Match and insert of 32K with a checkpoint every 512 tokens: with room for all, and when
+    each insert has to evict the blocks of another prompt and with them its checkpoints."""
+    each = LONG // INTERVAL
+    every = range(INTERVAL, LONG + 1, INTERVAL)
+    cache = new_cache(8 * LONG, checkpoints=9 * each)
+    first, second = (list(disjoint(7 * LONG, LONG, seed=seed)) for seed in (12, 13))
+
+    def timed(prompts: list[Tokens]) -> list[float]:
+        return [micros(lambda p=p: insert(cache, p, (), every)) for p in prompts]
+
+    matched = []
+    with quiet():
+        fresh = timed(first)
+        for prompt in first * 3:
+            start = time.perf_counter_ns()
+            match = cache.match(KEY, prompt, exact_only=True)
+            matched.append((time.perf_counter_ns() - start) / 1e3)
+            assert [ref.position for ref in match.checkpoints] == [*every][-2:-6:-1]
+            cache.release(match.lease)
+        insert(cache, next(disjoint(LONG, LONG, seed=14)), (), every)
+        full = timed(second)
+    assert cache.stats()["checkpoints_published"] == 15 * each
+    assert cache.stats()["evicted_blocks"] == 7 * LONG // BLOCK
+    return [
+        median(f"match 32K, checkpoints every {INTERVAL}", matched, 100),
+        median(f"insert 32K, checkpoints every {INTERVAL}", fresh, 300),
+        median("insert 32K, the same, evicting 32K", full),
+    ]
 
 
 def measure_evict(each: int) -> list[Result]:
@@ -383,6 +425,7 @@ def main(
     """Time and weigh the prefix cache's index, and measure its hit rate."""
     results = measure_floor()
     results += measure_match(1000 if quick else 10_000)
+    results += measure_checkpoints()
     for each in (512,) if quick else (512, 4096):
         results += measure_evict(each)
         results += measure_memory(each)

@@ -89,16 +89,16 @@ def _check_records(cache: PrefixCache, store: StateStore, nodes: list[Node]) -> 
     for node in nodes:
         for position, record in node.records.get(store, {}).items():
             assert record.store is store, f"a {kind} in the wrong store"
-            assert (record.node, record.position) == (node, position), f"a misfiled {kind}"
+            assert (record.node, record.ref.position) == (node, position), f"a misfiled {kind}"
             assert node.start < position <= node.end, f"a {kind} outside its node"
-            assert record.provenance.chain >= node.provenance.chain, f"a {kind} too exact"
-            slots.append(record.slot)
+            assert record.ref.provenance.chain >= node.provenance.chain, f"a {kind} too exact"
+            slots.append(record.ref.slot)
             if record.pins == 0:
                 idle.add(record)
     for record, count in pins.items():
         assert record.pins == count, f"{kind} pins and leases differ"
         if record.node is None:
-            slots.append(record.slot)
+            slots.append(record.ref.slot)
     for lease in cache.leases.values():
         slots += [ref.slot for ref in lease.draft.granted[store]] if lease.draft else []
     assert idle == set(store.order), f"the {kind} order is not the set of unpinned ones"

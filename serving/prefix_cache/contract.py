@@ -31,6 +31,8 @@ class Provenance(NamedTuple):
 
     def worst(self, other: Provenance) -> Provenance:
         """Of something computed from both."""
+        if self == other:
+            return self
         return Provenance(max(self.chain, other.chain), max(self.estimate, other.estimate))
 
 

@@ -105,10 +105,10 @@ class PrefixCache:
             blocks=blocks,
             generations=self.blocks.issued[blocks],
             provenance=path[-1].provenance if path else EXACT,
-            states=tuple([self.states.refer(record) for record in states]),
+            states=tuple([record.ref for record in states]),
             miss_reason=reason,
             diverged_at=hit_len if reason is MissReason.DIVERGED else -1,
-            checkpoints=tuple([self.checkpoints.refer(record) for record in checkpoints]),
+            checkpoints=tuple([record.ref for record in checkpoints]),
         )
         self._counts["matches"] += 1
         self._counts["tokens_asked"] += len(tokens)
@@ -142,7 +142,7 @@ class PrefixCache:
         if held is None:
             return
         for store, slot in zip(self.stores, (state, checkpoint), strict=True):
-            bad = [r for r in held.records if r.store is store and r.slot == slot]
+            bad = [r for r in held.records if r.store is store and r.ref.slot == slot]
             store.counts["corrupt"] += len(bad)
             store.lose(bad)
         if block is not None and 0 <= block < len(held.blocks):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -38,20 +38,16 @@ class StateStore:
             kept = node.records.get(self)
             for position in sorted(kept, reverse=True) if kept else ():
                 record = node.records[self][position]
-                if position <= end and record.provenance.chain <= max_chain:
+                if position <= end and record.ref.provenance.chain <= max_chain:
                     yield record
 
     def deepest(self, path: list[Node], hit_len: int, max_chain: int) -> list[StateRecord]:
         """The ``offered`` deepest ones, and the deepest exact one if those are all derived."""
         records = self.along(path, hit_len, max_chain)
         found = list(islice(records, self.offered))
-        if not any(record.provenance.exact for record in found):
-            found += islice((record for record in records if record.provenance.exact), 1)
+        if not any(record.ref.provenance.exact for record in found):
+            found += islice((record for record in records if record.ref.provenance.exact), 1)
         return found
-
-    def refer(self, record: StateRecord) -> StateRef:
-        generation = int(self.pool.issued[record.slot])
-        return StateRef(record.position, record.slot, generation, record.provenance)
 
     def pin(self, record: StateRecord) -> None:
         record.pins += 1
@@ -61,7 +57,7 @@ class StateStore:
         record.pins -= 1
         if record.pins == 0:
             if record.node is None:
-                self.free([record.slot])
+                self.free([record.ref.slot])
             else:
                 self.order[record] = None
 
@@ -73,7 +69,7 @@ class StateStore:
         """Slots to write for ``positions`` at which nothing as good is kept on the first
         ``start`` tokens of ``path``, at the cost of what was used least recently; only the
         first ones if too many are pinned."""
-        kept = {record.position for record in self.along(path, start, provenance.chain)}
+        kept = {record.ref.position for record in self.along(path, start, provenance.chain)}
         wanted = sorted(set(positions) - kept)
         short = len(wanted) - self.pool.free
         if short > 0:
@@ -81,34 +77,37 @@ class StateStore:
             self.counts["evicted"] += len(victims)
             self.lose(victims)
         slots = self.pool.allocate(len(wanted))
-        issued = self.pool.issued[slots].tolist()
-        granted = zip(wanted, slots.tolist(), issued, strict=False)
-        return tuple([StateRef(*each, provenance) for each in granted])
+        generations = self.pool.issued[slots].tolist()
+        granted = zip(wanted, slots.tolist(), generations, repeat(provenance), strict=False)
+        return tuple(map(StateRef._make, granted))
 
     def publish(self, path: list[Node], end: int, refs: Sequence[StateRef]) -> None:
         """Attach what was written of ``refs`` to its place in the first ``end`` tokens of
         ``path``, unless something as good is there; something worse is replaced."""
-        ends, unused = [node.end for node in path], []
-        for ref in refs:
+        words = self.pool.words[[ref.slot for ref in refs]].tolist() if refs else []
+        ends, unused, unwritten = [node.end for node in path], [], 0
+        for ref, word in zip(refs, words, strict=True):
             at = bisect_left(ends, ref.position)
-            written = int(self.pool.words[ref.slot]) == ref.generation
-            self.counts["unwritten"] += not written
-            visible = written and ref.position <= end and at < len(path)
+            unwritten += word != ref.generation
+            visible = word == ref.generation and ref.position <= end and at < len(path)
             if not (visible and self._attach(path[at], ref)):
                 unused.append(ref.slot)
         self.free(unused)
+        self.counts["unwritten"] += unwritten
+        self.counts["published"] += len(refs) - len(unused)
 
     def _attach(self, node: Node, ref: StateRef) -> bool:
         provenance = ref.provenance.worst(node.provenance)
+        if provenance is not ref.provenance:
+            ref = ref._replace(provenance=provenance)
         kept = node.records.setdefault(self, {})
         old = kept.get(ref.position)
         if old is not None:
-            if old.provenance.chain <= provenance.chain:
+            if old.ref.provenance.chain <= provenance.chain:
                 return False
             self.lose([old])
-        record = kept[ref.position] = StateRecord(self, node, ref.position, ref.slot, provenance)
+        record = kept[ref.position] = StateRecord(self, node, ref)
         self.order[record] = None
-        self.counts["published"] += 1
         return True
 
     def lose(self, records: Iterable[StateRecord]) -> None:
@@ -116,11 +115,11 @@ class StateStore:
         unused = []
         for record in records:
             if record.node is not None:
-                del record.node.records[self][record.position]
+                del record.node.records[self][record.ref.position]
                 record.node = None
                 self.order.pop(record, None)
                 if record.pins == 0:
-                    unused.append(record.slot)
+                    unused.append(record.ref.slot)
         self.free(unused)
 
     def free(self, slots: list[int]) -> None:

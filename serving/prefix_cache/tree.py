@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from serving.prefix_cache.contract import EXACT, Ids, Provenance
+from serving.prefix_cache.contract import EXACT, Ids, Provenance, StateRef
 from serving.prefix_cache.pool import Pool
 
 if TYPE_CHECKING:
@@ -27,16 +27,13 @@ NO_BLOCKS: Ids = np.empty(0, np.int64)
 
 
 class StateRecord:
-    """What ``store`` keeps after ``position`` tokens. ``node`` is None once it let it go."""
+    """What ``store`` keeps on ``node``, which is None once it let it go."""
 
-    __slots__ = ("node", "pins", "position", "provenance", "slot", "store")
+    __slots__ = ("node", "pins", "ref", "store")
 
-    def __init__(
-        self, store: StateStore, node: Node, position: int, slot: int, provenance: Provenance
-    ) -> None:
-        self.store = store
+    def __init__(self, store: StateStore, node: Node, ref: StateRef) -> None:
+        self.store, self.ref, self.pins = store, ref, 0
         self.node: Node | None = node
-        self.position, self.slot, self.provenance, self.pins = position, slot, provenance, 0
 
 
 class Node:
