@@ -27,11 +27,6 @@ from tests.families.subject import (
 SHORT = ["lfm2"]  # their only states are short convolutions: a tail this long forgets nothing
 
 
-@pytest.fixture(scope="module", params=CASES)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return Subject(CASES[request.param], tmp_path_factory.mktemp(request.param))
-
-
 def test_every_family_has_a_case() -> None:
     assert {case.family for case in CASES.values()} == set(FAMILIES)
 
