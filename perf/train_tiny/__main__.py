@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perf.train_tiny import checkpoint, table
 from perf.train_tiny import train as training
 from perf.train_tiny.evaluate import Plan, Report, evaluate
+from perf.train_tiny.recipe import RECIPES
 
 QUICK_STEPS = 40
 QUICK_PLAN = Plan(tasks=("needle", "lww"), lengths=(256, 512), answers=64)
@@ -34,18 +35,16 @@ def _progress() -> Progress:
 
 
 def _train(model: str, output: Path, quick: bool) -> None:
-    recipe = training.RECIPES[model]
+    recipe = RECIPES[model]
     if quick:
-        recipe = replace(recipe, steps=QUICK_STEPS)
+        recipe = replace(recipe, rounds=(replace(recipe.rounds[0], steps=QUICK_STEPS),))
     started = time.process_time()
     with _progress() as progress:
         bar = progress.add_task(f"train {model}", total=recipe.steps, note="")
 
         def report(step: training.Progress) -> None:
             accuracy = " ".join(f"{task} {share:.2f}" for task, share in step.accuracy.items())
-            progress.update(bar, completed=step.step, note=accuracy)
-            if step.step % 50 == 0:
-                progress.print(f"step {step.step}  {step.seconds:.0f} s  {accuracy}")
+            progress.update(bar, advance=1, note=accuracy)
 
         trained = training.train(recipe, report)
     error = checkpoint.save(trained, output)
@@ -74,8 +73,8 @@ def main(
 ) -> None:
     """Trains on one core with a fixed seed, then measures the saved files."""
     torch.set_num_threads(1)
-    if model not in training.RECIPES:
-        known = ", ".join(training.RECIPES)
+    if model not in RECIPES:
+        known = ", ".join(RECIPES)
         raise typer.BadParameter(f"{model!r} is not one of {known}", param_hint="--model")
     directory = (
         evaluate_only

@@ -23,7 +23,7 @@ from perf.train_tiny.model import LayerState, LinearLayer, TinyHybrid, forget_li
 RATIOS = (0.0, 0.01, 0.05, 0.1)
 """Replayed share of the prefix; 0 is the control that drops the linear state."""
 _BATCH_TOKENS = 16384
-_MAX_SPLIT_LENGTH = 2048
+_MAX_SPLIT_LENGTH = 1024
 """`split` has a single answer per sample; longer cells would take most of the time."""
 
 

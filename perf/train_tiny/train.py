@@ -1,11 +1,10 @@
-"""Recipes and the training loop; one core, fixed seed, a fixed number of steps."""
+"""The training loop; one core, fixed seed, a fixed number of steps."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,78 +16,15 @@ from perf.train_tiny.batches import Batch, BatchGenerator
 from perf.train_tiny.init import initialise
 from perf.train_tiny.model import CHUNK, TinyConfig, TinyHybrid, forget_linear
 from perf.train_tiny.muon import Muon
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Until this share of all steps, sequences of `shortest` to `longest` tokens."""
-
-    until: float
-    shortest: int
-    longest: int
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one model is trained."""
-
-    attention_retrieval: bool
-    steps: int
-    stages: tuple[Stage, ...]
-    memory_lengths: tuple[float, float] = (300.0, 1000.0)
-    mixture: dict[str, float] = field(
-        default_factory=lambda: {
-            "needle": 0.14,
-            "mqar": 0.18,
-            "lww": 0.38,
-            "copy": 0.1,
-            "text": 0.12,
-            "repeat": 0.08,
-        }
-    )
-    batch_tokens: int = 2560
-    muon_lr: float = 0.02
-    adam_lr: float = 4e-3
-    warmup_steps: int = 40
-    cooldown: float = 0.5
-    forget_share: float = 0.0
-    """Share of steps in which the linear states are dropped somewhere in the first 3/4."""
-    text_weight: float = 0.1
-    seed: int = 1
-
-
-RECIPES = {
-    "hybrid-tiny": Recipe(
-        attention_retrieval=True,
-        steps=800,
-        stages=(Stage(0.3, 128, 224), Stage(0.6, 192, 384), Stage(1.0, 320, 512)),
-        forget_share=0.5,
-    ),
-    "hybrid-tiny-linear": Recipe(
-        attention_retrieval=False,
-        steps=800,
-        stages=(Stage(0.4, 128, 192), Stage(0.7, 160, 320), Stage(1.0, 512, 1024)),
-        memory_lengths=(3000.0, 10000.0),
-        mixture={
-            "needle": 0.3,
-            "mqar": 0.1,
-            "lww": 0.35,
-            "copy": 0.05,
-            "text": 0.12,
-            "repeat": 0.08,
-        },
-    ),
-}
+from perf.train_tiny.recipe import Recipe, Round, Stage
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step reports: recent mean accuracy per task, text loss in nats, CPU seconds."""
+    """What each step reports: recent mean accuracy per task, text loss in nats."""
 
-    step: int
     accuracy: dict[str, float]
     text_loss: float
-    seconds: float
 
 
 def optimizers(model: TinyHybrid, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -113,10 +49,11 @@ def losses(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return answer.mean(), (entropy * batch.text).sum() / batch.text.sum().clamp(min=1)
 
 
-def draw(batches: BatchGenerator, recipe: Recipe, done: float) -> Batch:
-    stage = next(s for s in recipe.stages if done < s.until)
+def draw(batches: BatchGenerator, stages: Sequence[Stage], done: float, num_tokens: int) -> Batch:
+    """About `num_tokens` tokens of the length that the stage at `done` (0-1) asks for."""
+    stage = next(s for s in stages if done < s.until)
     length = int(batches.tasks.rng.integers(stage.shortest, stage.longest + 1)) // CHUNK * CHUNK
-    return batches.draw(max(2, recipe.batch_tokens // length), length + 1)
+    return batches.draw(max(2, num_tokens // length), length + 1)
 
 
 def run(model: TinyHybrid, batch: Batch, forget_at: int | None) -> Tensor:
@@ -130,8 +67,8 @@ def run(model: TinyHybrid, batch: Batch, forget_at: int | None) -> Tensor:
     return torch.cat([before, after], 1)
 
 
-def train(recipe: Recipe, report: Callable[[Progress], None]) -> TinyHybrid:
-    """Trains a fresh model; calls `report` after each step."""
+def start(recipe: Recipe) -> TinyHybrid:
+    """A fresh model, the same for the same seed."""
     torch.manual_seed(recipe.seed)
     model = TinyHybrid(TinyConfig(VOCAB_SIZE))
     initialise(
@@ -139,19 +76,26 @@ def train(recipe: Recipe, report: Callable[[Progress], None]) -> TinyHybrid:
         attention_retrieval=recipe.attention_retrieval,
         memory_lengths=recipe.memory_lengths,
     )
-    batches = BatchGenerator(recipe.seed, recipe.mixture)
+    return model
+
+
+def train_round(
+    model: TinyHybrid, recipe: Recipe, cycle: Round, seed: int, report: Callable[[Progress], None]
+) -> None:
+    """Trains `model` in place for one cycle; calls `report` after each step."""
+    batches = BatchGenerator(seed, cycle.mixture)
+    rng = batches.tasks.rng
     rules = optimizers(model, recipe)
-    peaks = [rule.param_groups[0]["lr"] for rule in rules]
+    peaks = [rule.param_groups[0]["lr"] * cycle.rate for rule in rules]
     recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=60))
-    started = time.process_time()
-    for step in range(recipe.steps):
-        done = step / recipe.steps
-        rate = min(1.0, (step + 1) / recipe.warmup_steps, (1 - done) / recipe.cooldown + 0.02)
+    for step in range(cycle.steps):
+        done = step / cycle.steps
+        rate = min(1.0, (step + 1) / recipe.warmup_steps, (1 - done) / cycle.cooldown + 0.02)
         for rule, peak in zip(rules, peaks, strict=True):
             rule.param_groups[0]["lr"] = peak * rate
-        batch = draw(batches, recipe, done)
-        forget = batches.tasks.rng.random() < recipe.forget_share
-        logits = run(model, batch, int(batches.tasks.rng.integers(8, 25)) if forget else None)
+        batch = draw(batches, cycle.stages, done, recipe.batch_tokens)
+        forget = rng.random() < cycle.forget_share
+        logits = run(model, batch, int(rng.integers(24, 31)) if forget else None)
         answer_loss, text_loss = losses(logits, batch)
         (answer_loss + recipe.text_weight * text_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,6 +105,13 @@ def train(recipe: Recipe, report: Callable[[Progress], None]) -> TinyHybrid:
         hits = (logits.detach().argmax(-1) == batch.tokens[:, 1:]) * batch.answers
         for task, right, asked in zip(batch.tasks, hits.sum(1), batch.answers.sum(1), strict=True):
             recent[task].append(float(right / asked.clamp(min=1)))
-        accuracy = {task: float(np.mean(recent[task])) for task in recipe.mixture if task != "text"}
-        report(Progress(step + 1, accuracy, text_loss.item(), time.process_time() - started))
+        accuracy = {task: float(np.mean(recent[task])) for task in recent if task != "text"}
+        report(Progress(accuracy, text_loss.item()))
+
+
+def train(recipe: Recipe, report: Callable[[Progress], None]) -> TinyHybrid:
+    """Trains a fresh model through all rounds."""
+    model = start(recipe)
+    for index, cycle in enumerate(recipe.rounds):
+        train_round(model, recipe, cycle, recipe.seed + index, report)
     return model.eval()

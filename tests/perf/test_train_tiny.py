@@ -16,7 +16,8 @@ from perf.train_tiny.evaluate import Plan, decay_lengths, measure_cell, replayed
 from perf.train_tiny.init import initialise  # noqa: E402
 from perf.train_tiny.model import TinyConfig, TinyHybrid, gated_delta_rule  # noqa: E402
 from perf.train_tiny.muon import orthogonalise  # noqa: E402
-from perf.train_tiny.train import RECIPES, losses  # noqa: E402
+from perf.train_tiny.recipe import RECIPES  # noqa: E402
+from perf.train_tiny.train import losses  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "engine_configs"
 
@@ -84,12 +85,12 @@ def test_muon_step_is_nearly_orthogonal() -> None:
 
 
 def test_batches_weigh_only_answers() -> None:
-    recipe = RECIPES["hybrid-tiny"]
-    batch = BatchGenerator(0, recipe.mixture).draw(64, 257)
+    mixture = RECIPES["hybrid-tiny"].rounds[0].mixture
+    batch = BatchGenerator(0, mixture).draw(64, 257)
     assert batch.tokens.shape == (64, 257)
     assert not (batch.answers * batch.text).any()
     asked = dict(zip(batch.tasks, batch.answers.sum(1).tolist(), strict=True))
-    assert asked.keys() == recipe.mixture.keys()
+    assert asked.keys() == mixture.keys()
     assert (asked["text"], asked["lww"], asked["copy"], asked["needle"]) == (0, 4, 16, 8)
     # A model that gives every target probability one has no loss.
     perfect = torch.nn.functional.one_hot(batch.tokens[:, 1:], VOCAB_SIZE) * 1e4
