@@ -24,6 +24,7 @@ end of the sequence, where the next step overwrites them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from build.mixers import MIXERS, StepInputs, rms_norm
-from engine_configs.spec import Block, HybridSpec
+from engine_configs.spec import Block, Branch, HybridSpec
 from plugins.onnx_graph import DOMAIN, OPSET, ORT_DOMAIN, Nodes
 
 IR_VERSION = 11
@@ -95,6 +96,7 @@ def build_graph(
     embed = g.table("embed")
     x = g.op("Gather", [embed, step.input_ids], "/embed")
     x = _scaled(g, x, spec.embedding_scale, "/embed/scale")
+    step = replace(step, embedded=x)
     for i, blocks in enumerate(spec.layers):
         for block in blocks:
             x = _block(g, step, i, block, x)
@@ -141,12 +143,20 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
 def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:
     path = f"layers.{i}.{block.name}"
     node = f"/{path.replace('.', '/')}"
-    normed = rms_norm(g, x, f"{path}.pre_norm", block.pre_norm) if block.pre_norm else x
-    h = ""
-    for branch in block.branches():
+
+    def run(branch: Branch, into: str) -> str:
         make = MIXERS[type(branch.mixer)]
-        out = make(g, step, i, f"layers.{i}.{branch.name}", branch.mixer, normed)
-        h = g.op("Add", [h, out], f"{node}/with_{branch.name}") if h else out
+        return make(g, step, i, f"layers.{i}.{branch.name}", branch.mixer, into)
+
+    source = x
+    if block.ahead:
+        source = g.op("Add", [x, run(block.ahead, x)], f"{node}/with_{block.ahead.name}")
+    normed = source
+    if block.pre_norm:
+        normed = rms_norm(g, source, f"{path}.pre_norm", block.pre_norm)
+    h = run(Branch(block.name, block.mixer), normed)
+    for branch in block.beside:
+        h = g.op("Add", [h, run(branch, normed)], f"{node}/with_{branch.name}")
     if block.post_norm:
         h = rms_norm(g, h, f"{path}.post_norm", block.post_norm)
     h = _scaled(g, h, block.residual_scale, f"{node}/scale")

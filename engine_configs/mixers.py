@@ -374,7 +374,7 @@ class ShortConv(MixerBase):
         return (self.conv_width - 1, self.channels)
 
 
-Activation = Literal["silu", "relu2", "gelu_tanh"]
+Activation = Literal["silu", "relu2", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -436,9 +436,57 @@ class Moe(MixerBase):
         return shapes
 
 
+@dataclass(frozen=True)
+class SharedTransformer(MixerBase):
+    """Zamba2's transformer (arXiv 2411.15242): attention over ``[x | embeddings]``, then an MLP.
+
+    No residual inside; its output goes through a projection of the layer's own. What layers share
+    is a matter of the checkpoint: here each has weights of its own, low-rank adapters merged in.
+    """
+
+    attention: Attention
+    mlp: Mlp
+    norm: Norm
+    kind: Literal["shared_transformer"] = "shared_transformer"
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.attention.value_dim
+
+    @property
+    def scale(self) -> float:
+        return self.attention.scale
+
+    def weights(self, hidden: int) -> Shapes:
+        inner = self.attention.weights(2 * hidden)
+        inner["o_proj"] = (hidden, inner["o_proj"][1])
+        return {
+            "input_norm": (2 * hidden,),
+            **{f"attn.{name}": shape for name, shape in inner.items()},
+            "mlp_norm": (hidden,),
+            **{f"mlp.{name}": shape for name, shape in self.mlp.weights(hidden).items()},
+            "out_proj": (hidden, hidden),
+        }
+
+    def kv_per_token(self) -> int:
+        return self.attention.kv_per_token()
+
+
 LinearMixer = GatedDeltaNet | Mamba1 | Mamba2 | RgLru | Lightning | ShortConv
-Mixer = Attention | LatentAttention | LinearMixer | Mlp | Moe
-AttentionMixer = Attention | LatentAttention
+AttentionMixer = Attention | LatentAttention | SharedTransformer
+Mixer = AttentionMixer | LinearMixer | Mlp | Moe
 
 
 def _low_rank(name: str, rows: int, hidden: int, rank: int) -> Shapes:

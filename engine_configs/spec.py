@@ -34,6 +34,7 @@ from engine_configs.mixers import (
     RgLru,
     Rope,
     Shapes,
+    SharedTransformer,
     ShortConv,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "RgLru",
     "Rope",
     "Shapes",
+    "SharedTransformer",
     "ShortConv",
     "from_json",
 ]
@@ -69,7 +71,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block; ``beside``: further mixers that read the same input, outputs added."""
+    """One residual block; ``beside``: further mixers that read the same input, outputs added;
+    ``ahead``: a mixer whose output is added to the block's input, but not to its skip."""
 
     name: str
     mixer: Mixer
@@ -79,9 +82,11 @@ class Block:
     skip: Literal["input", "normed"] = "input"
     skip_scale: float = 1.0
     beside: tuple[Branch, ...] = ()
+    ahead: Branch | None = None
 
     def branches(self) -> tuple[Branch, ...]:
-        return (Branch(self.name, self.mixer), *self.beside)
+        """Every mixer of the block, in the order they run."""
+        return (*((self.ahead,) if self.ahead else ()), Branch(self.name, self.mixer), *self.beside)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from build.mixers.common import StepInputs, rms_norm
 from build.mixers.diagonal import mamba1, rg_lru
 from build.mixers.linear import gated_delta_net, lightning, mamba2, short_conv
 from build.mixers.mlp import mlp, moe
+from build.mixers.shared import shared_transformer
 from engine_configs.spec import (
     Attention,
     GatedDeltaNet,
@@ -19,6 +20,7 @@ from engine_configs.spec import (
     Mlp,
     Moe,
     RgLru,
+    SharedTransformer,
     ShortConv,
 )
 
@@ -28,6 +30,7 @@ __all__ = ["MIXERS", "StepInputs", "rms_norm"]
 MIXERS: dict[type, Callable[..., str]] = {
     Attention: attention,
     LatentAttention: latent_attention,
+    SharedTransformer: shared_transformer,
     GatedDeltaNet: gated_delta_net,
     Mamba1: mamba1,
     Mamba2: mamba2,

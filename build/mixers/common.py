@@ -26,6 +26,7 @@ class StepInputs:
     kv_append: str  # [1]
     logit_rows: str
     mask: str  # [B, T, 1] fp32, 0 at padding
+    embedded: str = ""  # [B, T, H], what the first layer reads
 
 
 def node_path(path: str) -> str:
@@ -57,6 +58,8 @@ def activate(g: Nodes, x: str, kind: str, path: str) -> str:
         return silu(g, x, path)
     if kind == "sigmoid":
         return str(g.op("Sigmoid", [x], path))
+    if kind == "gelu":
+        return str(g.op("Gelu", [x], path))
     if kind == "gelu_tanh":
         return str(g.op("Gelu", [x], path, approximate="tanh"))
     assert kind == "relu2", kind

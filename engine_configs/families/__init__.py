@@ -25,6 +25,7 @@ from engine_configs.families.qwen import (
 )
 from engine_configs.families.recurrent_gemma import recurrent_gemma
 from engine_configs.families.weights import Family
+from engine_configs.families.zamba2 import zamba2
 
 FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "bamba": bamba,
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], Family]] = {
     "qwen3_5_text": qwen3_5_text,
     "qwen3_next": qwen3_next,
     "recurrent_gemma": recurrent_gemma,
+    "zamba2": zamba2,
 }
 
 

@@ -19,17 +19,23 @@ class Source:
     """Where one canonical weight comes from: checkpoint tensors, then ``read`` makes them ours.
 
     ``shape`` gives the shape the tensors must have from the canonical one, where they differ; for
-    several tensors, that of all of them joined along axis 0. A tensor may feed several weights.
+    several tensors, that of all of them joined along axis 0, or ``shapes`` that of each. A tensor
+    may feed several weights.
     """
 
     names: tuple[str, ...]
     read: Callable[..., Array] | None = None
     shape: Callable[[Shape], Shape] | None = None
+    shapes: tuple[Shape, ...] = ()
 
-    def expected(self, canonical: Shape) -> Shape:
+    def expected(self, canonical: Shape) -> Shape | tuple[Shape, ...]:
+        if self.shapes:
+            return self.shapes
         return self.shape(canonical) if self.shape else canonical
 
     def fits(self, canonical: Shape, found: Sequence[Shape]) -> bool:
+        if self.shapes:
+            return tuple(found) == self.shapes
         joined = (sum(f[0] for f in found if f), *found[0][1:])
         same_rest = all(f[1:] == found[0][1:] for f in found)
         return same_rest and (joined if found[0] else ()) == self.expected(canonical)

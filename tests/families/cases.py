@@ -159,6 +159,16 @@ _GRIFFIN = {
     "attention_window_size": 40,
     "block_types": ["recurrent", "attention", "recurrent"],
 }
+_ZAMBA2 = {
+    "num_hidden_layers": 6,
+    "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid", "hybrid", LINEAR],
+    "num_key_value_heads": 4,
+    "mamba_d_state": 24,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "num_mem_blocks": 2,
+    "adapter_rank": 6,
+}
 
 
 def _moonshot_spelling(config: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +257,11 @@ CASES: dict[str, Case] = {
     "minimax": Case("minimax", _config("MiniMaxConfig", **_MINIMAX)),
     "jamba": Case("jamba", _config("JambaConfig", **_JAMBA)),
     "recurrent_gemma": Case("recurrent_gemma", _config("RecurrentGemmaConfig", **_GRIFFIN)),
+    "zamba2": Case("zamba2", _config("Zamba2Config", **_ZAMBA2)),
+    "zamba2_adapted_rope": Case(
+        "zamba2",
+        _config("Zamba2Config", **_ZAMBA2, use_shared_attention_adapter=True, use_mem_rope=True),
+    ),
     "kimi_linear": Case("kimi_linear", _config("KimiLinearConfig", **_KIMI)),
     "kimi_linear_moonshot": Case(
         "kimi_linear", _config("KimiLinearConfig", **_KIMI), respell=_moonshot_spelling
