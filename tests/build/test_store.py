@@ -50,7 +50,9 @@ def raise_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) 
     monkeypatch.setattr(pipeline, stage, fail)
 
 
-@pytest.mark.parametrize("stage", ["write_graph", "copy_tokenizer", "check_parity"])
+@pytest.mark.parametrize(
+    "stage", ["write_graph", "copy_tokenizer", "check_parity", "calibration_of"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("boom")], ids=repr)
 def test_a_conversion_that_stops_leaves_the_old_bundle(
     target: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
