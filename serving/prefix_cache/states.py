@@ -43,6 +43,8 @@ class StateStore:
 
     def deepest(self, path: list[Node], hit_len: int, max_chain: int) -> list[StateRecord]:
         """The ``offered`` deepest ones, and the deepest exact one if those are all derived."""
+        if self.pool.free == self.pool.size:
+            return []
         records = self.along(path, hit_len, max_chain)
         found = list(islice(records, self.offered))
         if not any(record.ref.provenance.exact for record in found):
@@ -64,11 +66,13 @@ class StateStore:
     # -- writing ------------------------------------------------------------------------
 
     def grant(
-        self, path: list[Node], start: int, positions: Iterable[int], provenance: Provenance
+        self, path: list[Node], start: int, positions: Sequence[int], provenance: Provenance
     ) -> tuple[StateRef, ...]:
         """Slots to write for ``positions`` at which nothing as good is kept on the first
         ``start`` tokens of ``path``, at the cost of what was used least recently; only the
         first ones if too many are pinned."""
+        if not positions:
+            return ()
         kept = {record.ref.position for record in self.along(path, start, provenance.chain)}
         wanted = sorted(set(positions) - kept)
         short = len(wanted) - self.pool.free
@@ -84,7 +88,9 @@ class StateStore:
     def publish(self, path: list[Node], end: int, refs: Sequence[StateRef]) -> None:
         """Attach what was written of ``refs`` to its place in the first ``end`` tokens of
         ``path``, unless something as good is there; something worse is replaced."""
-        words = self.pool.words[[ref.slot for ref in refs]].tolist() if refs else []
+        if not refs:
+            return
+        words = self.pool.words[[ref.slot for ref in refs]].tolist()
         ends, unused, unwritten = [node.end for node in path], [], 0
         for ref, word in zip(refs, words, strict=True):
             at = bisect_left(ends, ref.position)
