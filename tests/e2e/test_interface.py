@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "replay_mode": "exact",
     "replay_ratio": 0.5,
     "replay_tokens": 2,
+    "max_replay_error": 0.1,
     "deadline_ms": 30_000,
 }
 

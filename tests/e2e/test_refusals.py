@@ -66,6 +66,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("replay_ratio", -1, "-1"),
     ("replay_ratio", 1.01, "1.01"),
     ("replay_tokens", 0, "is 0"),
+    ("max_replay_error", -0.5, "-0.5"),
     ("deadline_ms", 0, "is 0"),
     ("deadline_ms", 2**62, str(2**62)),
     ("stop_words", ["x"] * 257, "257"),

@@ -104,6 +104,8 @@ class TritonPythonModel:
             self.engine.submit(wanted, stream)
         except HybridServeError as e:
             stream.put(e)
+        except Exception as e:  # not to the caller of this: the stream has its first response
+            stream.put(HybridServeError(f"{type(e).__name__}: {e}"))
 
     def refuse(self, sender: Any, error: Exception) -> None:
         self.metrics.outcome("refused")
@@ -141,7 +143,7 @@ class TritonPythonModel:
         if last is None or isinstance(last, Token):
             stream.sender.send(edge.response(outputs))
             return
-        del self.open[stream.name]
+        self.open.pop(stream.name, None)
         if isinstance(last, Finish):
             result = {"reason": last.reason, **last.usage.to_dict()}
         else:
