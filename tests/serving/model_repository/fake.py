@@ -154,9 +154,7 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: int) -> None:
         self._name = name
 
-    def Metric(
-        self, labels: dict[str, str], buckets: list[float] | None = None
-    ) -> Metric:
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
         key = self._name + "".join(f"[{v}]" for v in labels.values())
         return self.made.setdefault(key, Metric())
 
