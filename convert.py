@@ -19,6 +19,7 @@ from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, convert
 from build.plan import list_table, plan_table
+from build.quantize import DTYPES
 from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
 from engine_configs.names import NamedModel, find_model, known_models
@@ -47,6 +48,8 @@ def main(
     random_weights: Annotated[int | None, typer.Option(help="Seed; no quality is claimed")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: artifacts/<model>")] = None,
     lowering: Annotated[str, typer.Option(help="ort or standard (ai.onnx only)")] = "ort",
+    dtype: Annotated[str, typer.Option(help="fp32, int8 or int4; default: the model's own")] = "",
+    max_kl: Annotated[float, typer.Option(help="Refuse a quantised model past this KL")] = 0.1,
     plan: Annotated[bool, typer.Option("--plan", help="Print what it costs and stop")] = False,
     memory_gib: Annotated[float, typer.Option(help="Memory that --plan fills")] = 24.0,
     calibrate: Annotated[bool, typer.Option(help="Measure how prefixes may be replayed")] = True,
@@ -62,6 +65,8 @@ def main(
             return
         if lowering not in ("ort", "standard"):
             _fail(f"--lowering is {lowering!r}, expected ort or standard")
+        if dtype not in ("", *DTYPES):
+            _fail(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
         if not model and not checkpoint:
             _fail("give --model NAME (see --list) or --checkpoint DIR")
         name = model or checkpoint.name  # type: ignore[union-attr]
@@ -84,6 +89,8 @@ def main(
             target,
             random_weights or 0,
             lowering,
+            dtype or (known.dtype.cpu if lowering == "ort" else "fp32"),
+            max_kl,
             CalibrationOptions() if calibrate and lowering == "ort" else None,
             import_calibration,
         )
@@ -93,7 +100,10 @@ def main(
     except KeyboardInterrupt:
         _fail("interrupted; nothing was written", code=130)
     for path, error in bundle.manifest["parity"].items():
-        console.print(f"parity {path:<8} max |logit error| {error['max_abs_logit_error']:.2e}")
+        console.print(
+            f"parity {path:<8} max |logit error| {error['max_abs_logit_error']:.2e}, "
+            f"KL {error['logit_kl']:.1e}"
+        )
     for what, why in bundle.manifest["skipped"].items():
         console.print(f"skipped {what}: {why}")
     console.print(f"replay: {bundle.calibration.verdict}")

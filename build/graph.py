@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from build.mixers import MIXERS, StepInputs, rms_norm
+from build.quantize import Blocks, Plain, external_alias, storage
 from engine_configs.spec import Block, Branch, HybridSpec
 from plugins.onnx_graph import DOMAIN, OPSET, ORT_DOMAIN, Nodes
 
@@ -45,10 +46,16 @@ class GraphBuilder(Nodes):
     """Nodes plus weights: large ones go to ``external`` by name and are written as they come."""
 
     def __init__(
-        self, spec: HybridSpec, read: WeightReader, external: Callable[..., Any], lowering: str
-    ):
+        self,
+        spec: HybridSpec,
+        read: WeightReader,
+        external: Callable[..., Any],
+        lowering: str,
+        weights: Plain | Blocks,
+    ) -> None:
         super().__init__(lowering)
-        self.spec, self.read, self._external = spec, read, external
+        self.spec, self.read, self.weights = spec, read, weights
+        self._external = external
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.external_tensors: list[onnx.TensorProto] = []
@@ -65,42 +72,56 @@ class GraphBuilder(Nodes):
         """A vector-sized weight, kept fp32 inside the model file."""
         return self.array(path, make(self.read(path)).astype(np.float32))
 
+    def store(self, name: str, value: NDArray[Any]) -> str:
+        """A large tensor in the weights file."""
+        self.external_tensors.append(self._external(name, value))
+        return name
+
+    def stored(self, name: str) -> bool:
+        return any(t.name == name for t in self.external_tensors)
+
+    def alias(self, name: str, other: str, shape: tuple[int, ...]) -> str:
+        """The stored bytes of ``name`` once more, under another name and shape."""
+        tensor = next(t for t in self.external_tensors if t.name == name)
+        self.external_tensors.append(external_alias(tensor, other, shape))
+        return other
+
     def table(self, path: str) -> str:
-        """A [rows, hidden] table as it is (embedding, output head)."""
-        self.external_tensors.append(self._external(path, self.read(path)))
-        return path
+        """A [rows, hidden] table as it is (embedding, output head); may be used twice."""
+        return path if self.stored(path) else self.store(path, self.read(path))
 
     def linear(self, x: str, path: str, *, bias: bool = False) -> str:
         """``x @ W^T`` for the weight at ``path`` [out, in], plus the bias at ``path_bias``."""
-        name, node = f"{path}.weight", f"/{path.replace('.', '/')}"
-        self.external_tensors.append(self._external(name, self.read(path).T))
-        product = self.op("MatMul", [x, name], node)
+        node = f"/{path.replace('.', '/')}"
+        product = self.weights.linear(self, x, path, node, self.read(path))
         if not bias:
-            return str(product)
+            return product
         return str(self.op("Add", [product, self.small(f"{path}_bias")], f"{node}/biased"))
 
     def experts(self, path: str, *, transpose: bool = False) -> str:
         """A stack of matrices [E, out, in], each as it is or as [in, out]."""
         name, stack = f"{path}.weight", self.read(path)
         stack = stack.transpose(0, 2, 1) if transpose else stack
-        self.external_tensors.append(self._external(name, stack))
-        return name
+        return self.store(name, stack)
 
 
 def build_graph(
-    spec: HybridSpec, read: WeightReader, external: Callable[..., Any], lowering: str = "ort"
+    spec: HybridSpec,
+    read: WeightReader,
+    external: Callable[..., Any],
+    lowering: str = "ort",
+    dtype: str = "fp32",
 ) -> onnx.ModelProto:
     """The whole model as one graph (see the module docstring for its inputs and outputs)."""
-    g = GraphBuilder(spec, read, external, lowering)
+    g = GraphBuilder(spec, read, external, lowering, storage(dtype))
     step = _step_inputs(g)
-    embed = g.table("embed")
-    x = g.op("Gather", [embed, step.input_ids], "/embed")
+    x = g.weights.embed(g, step.input_ids, "embed", "/embed")
     x = _scaled(g, x, spec.embedding_scale, "/embed/scale")
     step = replace(step, embedded=x)
     for i, blocks in enumerate(spec.layers):
         for block in blocks:
             x = _block(g, step, i, block, x)
-    _logits(g, step, x, embed)
+    _logits(g, step, x)
     domains = [helper.make_opsetid("", OPSET)]
     if lowering == "ort":
         domains += [helper.make_opsetid(ORT_DOMAIN, 1), helper.make_opsetid(DOMAIN, 1)]
@@ -169,13 +190,13 @@ def _scaled(g: GraphBuilder, x: str, scale: float, path: str) -> str:
     return x if scale == 1.0 else str(g.op("Mul", [x, g.const(scale, np.float32)], path))
 
 
-def _logits(g: GraphBuilder, step: StepInputs, x: str, embed: str) -> None:
+def _logits(g: GraphBuilder, step: StepInputs, x: str) -> None:
     spec = g.spec
     rows = g.reshape(x, [-1, spec.hidden_size], "/logits/rows")
     wanted = g.op("Gather", [rows, step.logit_rows], "/logits/wanted")
     h = rms_norm(g, wanted, "final_norm", spec.final_norm)
-    head = embed if spec.tie_embeddings else g.table("lm_head")
-    logits = g.op("Gemm", [h, head], "/lm_head", transB=1)
+    head = "embed" if spec.tie_embeddings else "lm_head"
+    logits = g.weights.head(g, h, head, "/lm_head")
     logits = _scaled(g, logits, spec.logit_scale, "/logits/scale")
     if spec.logit_softcap:
         logits = g.op("Tanh", [_scaled(g, logits, 1 / spec.logit_softcap, "/logits/uncapped")],

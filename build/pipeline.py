@@ -13,6 +13,10 @@ from typing import Any, Protocol
 
 import onnx
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from build import parity
 from build.calibrate import (
@@ -59,6 +63,8 @@ class Options:
     output: Path
     seed: int = 0
     lowering: str = "ort"
+    dtype: str = "fp32"
+    max_kl: float = 0.1
     calibration: CalibrationOptions | None = None
     import_calibration: Path | None = None
 
@@ -83,7 +89,7 @@ def convert(options: Options, progress: Progress) -> Bundle:
         weights = RandomWeights(options.family, options.seed)
     with atomic_directory(options.output) as scratch:
         digest = write_graph(options, weights, scratch, progress)
-        copy_tokenizer(options.checkpoint, scratch)
+        copy_tokenizer(options, scratch)
         write_repository(scratch, {})
         manifest = new_manifest(options, digest, scratch)
         write_manifest(manifest, scratch)
@@ -103,7 +109,9 @@ def write_graph(options: Options, weights: WeightSet, scratch: Path, progress: P
             return weights.read(name)
 
         try:
-            model = build_graph(options.family.spec, read, data.add, options.lowering)
+            model = build_graph(
+                options.family.spec, read, data.add, options.lowering, options.dtype
+            )
         finally:
             data.close()
         onnx.save(model, scratch / "model.onnx")
@@ -111,11 +119,23 @@ def write_graph(options: Options, weights: WeightSet, scratch: Path, progress: P
     return hashlib.sha256(f"{FORMAT}{spec}{data.digest()}".encode()).hexdigest()
 
 
-def copy_tokenizer(checkpoint: Path | None, scratch: Path) -> None:
-    for name in TOKENIZER_FILES if checkpoint else ():
-        assert checkpoint is not None
+def copy_tokenizer(options: Options, scratch: Path) -> None:
+    """The checkpoint's; bytes as tokens where the weights are random and there is none."""
+    if options.checkpoint is None:
+        byte_tokenizer(options.family.spec.vocab_size).save(str(scratch / "tokenizer.json"))
+        return
+    for name in TOKENIZER_FILES:
         with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(checkpoint / name, scratch / name)
+            shutil.copyfile(options.checkpoint / name, scratch / name)
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """Token = byte; what a model with a smaller vocabulary lacks is left out."""
+    alphabet = sorted(ByteLevel.alphabet())[:vocab_size]
+    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
 
 
 def new_manifest(options: Options, digest: str, scratch: Path) -> dict[str, Any]:
@@ -123,7 +143,7 @@ def new_manifest(options: Options, digest: str, scratch: Path) -> dict[str, Any]
         "format": FORMAT,
         "name": options.name,
         "digest": digest,
-        "dtype": "fp32",
+        "dtype": options.dtype,
         "lowering": options.lowering,
         "opset": OPSET,
         "weights": "checkpoint" if options.checkpoint else f"random({options.seed})",
@@ -146,12 +166,15 @@ def check_parity(options: Options, scratch: Path, progress: Progress) -> dict[st
     if spec.num_parameters() > PARITY_MAX_PARAMETERS:
         return {"skipped": {"parity": "the reference does not fit this machine's memory in fp32"}}
     with progress.stage("parity with transformers", 2) as advance:
-        ids = parity.sample_ids(spec.vocab_size)
+        ids = parity.sample_ids(spec.vocab_size, scratch / "tokenizer.json")
         reference = parity.reference_logits(options.checkpoint, ids)
         advance()
         errors = parity.measure(Model(Bundle.open(scratch)), reference, ids)
         advance()
-    parity.require(errors, FP32_LIMIT)
+    if options.dtype == "fp32":
+        parity.require(errors, "max_abs_logit_error", FP32_LIMIT)
+    else:
+        parity.require(errors, "logit_kl", options.max_kl)
     return {"parity": errors}
 
 

@@ -13,6 +13,7 @@ from build.mixers.common import (
     masked_dt,
     node_path,
     plain_rms_norm,
+    precise_sigmoid,
     rms_norm,
     silu,
 )
@@ -42,7 +43,7 @@ def gated_delta_net(
     dt = masked_dt(g, step, path, _projected(g, x, f"{path}.a", m.decay_rank))
     repeats = m.units() // m.num_v_heads
     log_decay = _log_decay(g, i, path, dt, m.units(), repeats)
-    beta = g.op("Sigmoid", [g.linear(x, f"{path}.b_proj")], f"{node}/beta")
+    beta = precise_sigmoid(g, g.linear(x, f"{path}.b_proj"), f"{node}/beta")
     scaled = g.op("Mul", [step.mask, g.const(m.beta_scale, np.float32)], f"{node}/beta_mask")
     beta = g.op("Mul", [beta, scaled], f"{node}/beta_masked")
     o = _replay(
