@@ -43,7 +43,7 @@ ZERO_RATIOS = (0.01, 0.02, 0.05, 0.1)
 SAFE_RATIO = 0.05
 # A model that answers less than this share of the questions says nothing about what replay costs.
 NEEDED_ACCURACY = 0.3
-INTERVALS = (128, 256, 512, 1024, 2048, 4096)
+INTERVALS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 Unit = tuple[int, int]  # (layer, unit)
 
 
@@ -130,7 +130,9 @@ def calibrate(
     layers = _layer_units(model.spec, slow, effects, norms)
     found = Calibration(
         status="measured",
-        interval=_interval(model.spec, slow, dtype, options),
+        interval=shortest_interval(
+            model.spec, CheckpointCodec(model.spec, slow, dtype), options.slow_state_budget
+        ),
         min_tail=tail,
         dtype=dtype,
         layers=layers,
@@ -234,13 +236,10 @@ def _smallest_dtype(trials: dict[tuple[int, int, str], Trial], options: Calibrat
     return kept[0] if kept else ("fp16" if count == 0 else "fp32")
 
 
-def _interval(
-    spec: HybridSpec, slow: dict[int, list[int]], dtype: str, options: CalibrationOptions
-) -> int:
-    """The shortest interval whose checkpoints stay within the budget."""
-    size = CheckpointCodec(spec, slow, dtype).nbytes()
+def shortest_interval(spec: HybridSpec, codec: CheckpointCodec, budget: float) -> int:
+    """Tokens between checkpoints whose bytes stay within ``budget`` of the KV bytes."""
     for interval in INTERVALS:
-        if size <= options.slow_state_budget * interval * spec.kv_bytes_per_token():
+        if codec.nbytes() <= budget * interval * spec.kv_bytes_per_token():
             return interval
     return INTERVALS[-1]
 

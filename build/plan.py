@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from build.calibrate import CalibrationOptions, shortest_interval
 from engine_configs.names import NamedModel
 from engine_configs.spec import HybridSpec
+from serving.prefix_cache.planner import CostModel
+from serving.replay.checkpoint import CheckpointCodec
 
 # fp32 here, 2 bytes on a GPU; recurrent states are fp32 everywhere.
 _DTYPES = {"fp32 (CPU)": 4, "bf16 (GPU)": 2}
@@ -21,6 +24,36 @@ def tokens_that_fit(spec: HybridSpec, memory_bytes: float, bytes_per_value: int)
     left = memory_bytes - spec.num_parameters() * bytes_per_value
     left -= spec.state_bytes(bytes_per_value)
     return max(0, int(left // max(1, spec.kv_bytes_per_token(bytes_per_value))))
+
+
+def planned_codec(spec: HybridSpec) -> CheckpointCodec:
+    """Before calibration: a quarter of each layer's units in int4."""
+    slow = {i: range(-(-m.units() // 4)) for i, m in spec.state_layers()}
+    return CheckpointCodec(spec, slow, "int4")
+
+
+def speed_up(spec: HybridSpec, prefix: int, replayed: float, suffix: int = 64) -> float:
+    """Operations of a cold prompt over those of a hit that replays ``replayed`` tokens: two per
+    parameter and token, four per attended row and query channel."""
+    attended = sum(4 * m.num_heads * m.head_dim for _, m in spec.attention_layers())
+    cost = CostModel(token=2.0 * spec.num_parameters(), attended=float(attended))
+    total = prefix + suffix
+    return cost.seconds(0, 0, total) / cost.seconds(round(prefix - replayed), 0, total)
+
+
+def replay_rows(spec: HybridSpec) -> dict[str, str]:
+    """What split replay would cost and bring, at the default state budget."""
+    codec = planned_codec(spec)
+    interval = shortest_interval(spec, codec, CalibrationOptions().slow_state_budget)
+    snap = interval / 2
+    rows = {
+        "checkpoint (1/4 of units, int4)": bytes_text(codec.nbytes()),
+        "interval at 4 % of KV, mean snap": f"{interval} tokens, {snap:.0f}",
+    }
+    for length in (8192, 32768, 131072):
+        factor = speed_up(spec, length, min(length, snap + 64))
+        rows[f"predicted TTFT speed-up at {length // 1024}K"] = f"{factor:.1f}x"
+    return rows
 
 
 def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
@@ -52,6 +85,9 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
             row.append(cell)
     for label, values in rows.items():
         table.add_row(label, *values)
+    if spec.state_layers():
+        for label, value in replay_rows(spec).items():
+            table.add_row(label, value, "")
     return table
 
 

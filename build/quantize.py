@@ -137,9 +137,8 @@ def _quantise_rows(rows: Floats, bits: int) -> tuple[NDArray[np.uint8], Floats]:
     np.rint(values, out=values)
     values += middle
     levels = np.clip(values, 0, 2 * middle - 1).astype(np.uint8)
-    if bits == 4:
-        levels = levels[..., ::2] | (levels[..., 1::2] << 4)
-    return levels, scales[..., 0].astype(np.float32)
+    packed = levels[..., ::2] | (levels[..., 1::2] << 4) if bits == 4 else levels
+    return packed.astype(np.uint8), scales[..., 0].astype(np.float32)
 
 
 def dequantise(packed: NDArray[np.uint8], scales: Floats, bits: int, width: int) -> Floats:
