@@ -19,23 +19,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine_configs.errors import ConfigError
-from engine_configs.mixers import (
-    Attention,
-    AttentionMixer,
+from engine_configs.linear_mixers import (
     GatedDeltaNet,
-    LatentAttention,
     Lightning,
     Mamba1,
     Mamba2,
+    RgLru,
+    ShortConv,
+)
+from engine_configs.mixer import Norm, Shapes
+from engine_configs.mixers import (
+    Attention,
+    AttentionMixer,
+    LatentAttention,
     Mixer,
     Mlp,
     Moe,
-    Norm,
-    RgLru,
     Rope,
-    Shapes,
     SharedTransformer,
-    ShortConv,
 )
 
 __all__ = [

@@ -16,7 +16,7 @@ from build.mixers.common import (
     rms_norm,
     silu,
 )
-from engine_configs.mixers import MixerBase
+from engine_configs.mixer import MixerBase
 from engine_configs.spec import Mamba1, RgLru
 from plugins.diagonal_scan.node import diagonal_scan
 

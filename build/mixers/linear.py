@@ -17,7 +17,7 @@ from build.mixers.common import (
     rms_norm,
     silu,
 )
-from engine_configs.mixers import MixerBase
+from engine_configs.mixer import MixerBase
 from engine_configs.spec import GatedDeltaNet, Lightning, Mamba2, Norm, ShortConv
 from plugins.linear_state_replay.node import linear_state_replay
 
