@@ -29,6 +29,7 @@ from build.calibrate import (
 from build.checkpoint import Checkpoint, RandomWeights, Weights
 from build.graph import build_graph
 from build.repository import write_repository
+from build.reuse import Sources, earlier, link_files, measurements
 from build.store import ExternalWeights, atomic_directory
 from engine_configs.families.weights import Family
 from plugins.onnx_graph import OPSET
@@ -78,7 +79,8 @@ class Progress(Protocol):
 
 
 def convert(options: Options, progress: Progress) -> Bundle:
-    """Convert and check; ``options.output`` appears whole or not at all.
+    """Convert and check; ``options.output`` appears whole or not at all. What an earlier
+    conversion into it still holds true is not done again.
 
     Raises CheckpointError, ConfigError, ParityError, ConversionError.
     """
@@ -87,15 +89,21 @@ def convert(options: Options, progress: Progress) -> Bundle:
         weights = Weights(options.family, Checkpoint(options.checkpoint))
     else:
         weights = RandomWeights(options.family, options.seed)
+    sources = Sources.of(options)
+    old = earlier(options, sources)
     with atomic_directory(options.output) as scratch:
-        digest = write_graph(options, weights, scratch, progress)
+        digest = (
+            link_files(old, scratch) if old else write_graph(options, weights, scratch, progress)
+        )
         copy_tokenizer(options, scratch)
         write_repository(scratch, {})
-        manifest = new_manifest(options, digest, scratch)
+        manifest = new_manifest(options, digest, scratch) | {"sources": sources.to_json()}
         write_manifest(manifest, scratch)
-        manifest |= check_parity(options, scratch, progress)
-        manifest |= calibration_of(options, scratch, progress)
-        write_manifest(manifest, scratch)
+        found = measurements(old, sources)
+        if found is None:
+            found = check_parity(options, scratch, progress)
+            found |= calibration_of(options, scratch, progress)
+        write_manifest(manifest | found, scratch)
     return Bundle.open(options.output)
 
 

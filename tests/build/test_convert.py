@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from build import parity
+from build import parity, pipeline
 from build.checkpoint import Weights
 from build.pipeline import FP32_LIMIT, Options, Silent, convert
 from engine_configs.errors import ConfigError, ConversionError, ParityError
 from engine_configs.families import read_checkpoint_config
-from engine_configs.names import known_models
+from engine_configs.names import find_model, known_models
 from engine_configs.spec import from_json
 from serving.engine.bundle import Bundle
 from serving.engine.model import Model, prefill_step
@@ -151,3 +152,34 @@ def test_a_spec_survives_the_manifest(name: str) -> None:
     del data["layers"]
     with pytest.raises(ConfigError, match="'layers' is missing"):
         from_json(data, "manifest")
+
+
+def test_an_unchanged_checkpoint_is_not_converted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    save_olmo_hybrid(checkpoint)
+    first = convert_dir(checkpoint, tmp_path / "bundle")
+    weights = (first.path / "model.onnx.data").stat().st_ino
+    with monkeypatch.context() as patched:
+        for stage in ("write_graph", "check_parity", "calibration_of"):
+            patched.setattr(pipeline, stage, lambda *a: pytest.fail("done again"))
+        second = convert_dir(checkpoint, tmp_path / "bundle")
+    assert (second.path / "model.onnx.data").stat().st_ino == weights
+    assert second.manifest == first.manifest
+    save_olmo_hybrid(checkpoint, seed=1)
+    third = convert_dir(checkpoint, tmp_path / "bundle")
+    assert third.digest != first.digest
+
+
+def test_quantised_weights_are_close_or_refused(tmp_path: Path) -> None:
+    known = find_model("hybrid-tiny")
+    common = ("hybrid-tiny", known.family(), known.checkpoint, tmp_path / "bundle")
+    bundle = convert(Options(*common, dtype="int8"), Silent())
+    plain = sum(math.prod(s) for s in known.family().spec.weights().values()) * 4
+    assert (bundle.path / "model.onnx.data").stat().st_size < plain / 2
+    kl = {k: v["logit_kl"] for k, v in bundle.manifest["parity"].items()}
+    assert all(0 < v < 0.1 for v in kl.values()), kl
+    with pytest.raises(ParityError, match="logit_kl"):
+        convert(Options(*common, dtype="int8", max_kl=min(kl.values()) / 2), Silent())
+    assert Bundle.open(bundle.path).digest == bundle.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -26,8 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def target(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """A place that holds an older bundle."""
+    """A place that holds an older bundle, made from something else."""
     shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    manifest = tmp_path / "bundle" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "sources": {}}))
     (tmp_path / "bundle" / "old").touch()
     return tmp_path / "bundle"
 
