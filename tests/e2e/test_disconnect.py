@@ -121,22 +121,34 @@ def test_client_waits_until_there_is_room(chain: Chain) -> None:
     assert [a["generated_tokens"] for a in answers] == [1]
 
 
-# A client in its own process, so that it can be killed.
-CLIENT = """
+# Clients in processes of their own, so that they can be killed. One line per answer.
+OVER_GRPC = """
 import sys
 from serving.client import Client
-url, seed = sys.argv[1:]
-with Client(url) as client:
-    for round in range(1_000_000):
-        prompt = "import os\\n" * (1 + (round * 7 + int(seed)) % 40)
+with Client(sys.argv[1]) as client:
+    for turn in range(1_000_000):
+        prompt = "import os\\n" * (1 + (turn * 7 + int(sys.argv[2])) % 40)
         for _ in client.stream(prompt, stream=True, max_tokens=40, replay_ratio=0.1):
             pass
-        print(round, flush=True)
+        print(turn, flush=True)
+"""
+OVER_SSE = """
+import http.client, json, sys
+for turn in range(1_000_000):
+    prompt = "import os\\n" * (1 + (turn * 7 + int(sys.argv[2])) % 40)
+    body = {"text_input": prompt, "stream": True, "max_tokens": 40, "replay_ratio": 0.1}
+    connection = http.client.HTTPConnection(sys.argv[1])
+    connection.request("POST", "/v2/models/llm/generate_stream", json.dumps(body))
+    assert b"finish_reason" in connection.getresponse().read()
+    connection.close()
+    print(turn, flush=True)
 """
 
 
 def run_client(chain: Chain, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CLIENT, chain.server.grpc_url, str(seed)]
+    server = chain.server
+    code, address = (OVER_SSE, server.http_address) if seed % 2 else (OVER_GRPC, server.grpc_url)
+    command = [sys.executable, "-c", code, address, str(seed)]
     return subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
 
 

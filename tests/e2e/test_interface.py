@@ -105,7 +105,8 @@ def test_stream_false_is_one_response(chain: Chain) -> None:
 
 def test_streamed_text_joined_is_the_unstreamed_text(chain: Chain) -> None:
     # Sampled hot, so that bytes come that are no characters, and parts of characters.
-    fields = {"max_tokens": 200, "temperature": 3.0, "seed": 11, "return_log_probs": True}
+    fields = {"max_tokens": 200, "min_tokens": 200, "temperature": 3.0, "seed": 11}
+    fields["return_log_probs"] = True
     whole = chain.generate(PROMPT, **fields)
     parts = list(chain.events(PROMPT, **fields))
     assert len(parts) > 20

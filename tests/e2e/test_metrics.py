@@ -25,7 +25,9 @@ def test_names_are_there_from_the_start(chain: Chain) -> None:
     expected |= {LOOKUPS.format(r) for r in MissReason}
     expected |= {f'hybrid_engine_load{{kind="{k}"}}' for k in ("waiting", "running", "rows")}
     expected |= {f'hybrid_cache_leases{{kind="{k}"}}' for k in ("read", "write")}
-    expected |= {f"hybrid_{m}_seconds_{p}" for m in ("ttft", "inter_token") for p in ("count", "sum")}
+    expected |= {
+        f"hybrid_{m}_seconds_{p}" for m in ("ttft", "inter_token") for p in ("count", "sum")
+    }
     expected |= {"hybrid_cache_evicted_blocks_total", "hybrid_cache_leases_expired_total"}
     assert expected <= names
 

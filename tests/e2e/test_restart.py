@@ -109,7 +109,7 @@ def test_cache_killed_while_a_prompt_is_looked_up(chain: Chain, expected: str) -
 def test_client_that_retries_gets_its_answer_through_a_restart(chain: Chain, expected: str) -> None:
     def ask() -> dict[str, Any]:
         with chain.client() as client:
-            long = client.generate(PROMPT, retries=60, max_tokens=3000)
+            long = client.generate(PROMPT, retries=60, max_tokens=1500)
             return {**long, "text_output": long["text_output"][:16]}
 
     call = Call(ask)
@@ -118,7 +118,7 @@ def test_client_that_retries_gets_its_answer_through_a_restart(chain: Chain, exp
         os.kill(chain.server.stub_pids()["engine"], signal.SIGKILL)
         call.end(60)
     assert call.error is None
-    assert call.result["generated_tokens"] == 3000
+    assert call.result["generated_tokens"] == 1500
     assert call.result["text_output"] == expected[:16]
 
 

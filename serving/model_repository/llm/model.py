@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from serving.replay.policy import default_replay
 KINDS = {t.name: t.kind for t in OUTPUTS}
 WATCH_SECONDS = (0.02, 0.2)  # between two looks at all requests, each of which is a call
 WATCH_SHARE = 0.25  # of the watcher's time that looking may take
+RETIRE_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,10 @@ class TritonPythonModel:
         self.pool = ThreadPoolExecutor(self.config.max_requests, thread_name_prefix="request")
         self.free = threading.BoundedSemaphore(self.config.max_requests)
         self.running: dict[str, Reply] = {}
+        # Finished iterators over the engine's responses, and when they finished. The server's own
+        # thread drops its reference to them without holding the interpreter's lock: if it is the
+        # last one, Python objects are freed beside running Python code, and memory is corrupted.
+        self.retired: deque[tuple[float, Any]] = deque()
         self.stopping = threading.Event()
         self.watcher = threading.Thread(target=self.watch, name="watcher", daemon=True)
         self.watcher.start()
@@ -182,8 +188,9 @@ class TritonPythonModel:
         if wanted.echo:
             answer.pieces.append(wanted.prompt)
         result: dict[str, Any] = {}
+        responses = self.call_engine(tokens, wanted, name)
         try:
-            for response in self.call_engine(tokens, wanted, name):
+            for response in responses:
                 result = read_result(response)
                 stopped = answer.text.stopped
                 ids, log_probs = (edge.array(response, n) for n in ("token_ids", "log_probs"))
@@ -195,8 +202,12 @@ class TritonPythonModel:
         except EngineError:
             raise
         except Exception:
-            call_off([name], "cancel")  # leaving the loop waits for the engine's last response
+            call_off([name], "cancel")
+            for _ in responses:  # to the last one: it must not be dropped before
+                pass
             raise
+        finally:
+            self.retired.append((time.monotonic(), responses))
         answer.pieces.append(answer.text.finish())
         if answer.text.stopped:
             result |= {"reason": "stop_word", "generated_tokens": answer.tokens}
@@ -234,6 +245,8 @@ class TritonPythonModel:
                     call_off(unwanted, "cancel")
             except Exception as e:
                 edge.internal_error(e)
+            while self.retired and self.retired[0][0] < time.monotonic() - RETIRE_SECONDS:
+                self.retired.popleft()
 
     def finalize(self) -> None:
         self.stopping.set()

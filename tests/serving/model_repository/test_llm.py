@@ -239,3 +239,19 @@ def test_bundle_that_cannot_be_read(make: Make, tmp_path: Path) -> None:
 def test_bad_parameter_is_named(make: Make, parameters: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make("llm", **parameters)
+
+
+def test_finished_iterators_outlive_the_servers_own_reference(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.model_repository.llm.model.RETIRE_SECONDS", 0.3)
+    model, engine = make("llm"), Engine()
+    for ending in ({"reason": "length"}, {"error": "no", "code": "INTERNAL"}):
+        client = ask(model)
+        engine.end(engine.wait(), **ending)
+        client.all()
+        assert len(model.retired) == 1
+        deadline = time.monotonic() + 5
+        while model.retired and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not model.retired
