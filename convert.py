@@ -6,6 +6,7 @@ The path of a conversion is build/pipeline.py.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -19,10 +20,12 @@ from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, convert
 from build.plan import list_table, plan_table
-from build.quantize import DTYPES
+from build.quantize import DTYPES, quantise_speed
 from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
 from engine_configs.names import NamedModel, find_model, known_models
+from serving.engine.bundle import Bundle
+from serving.floor import disk_speed, peak_memory_gib
 
 WIDEST = 132  # of any table printed here
 ARTIFACTS = Path(__file__).parent / "artifacts"
@@ -94,6 +97,7 @@ def main(
             CalibrationOptions() if calibrate and lowering == "ort" else None,
             import_calibration,
         )
+        started = time.monotonic()
         bundle = convert(options, Bars())
     except HybridServeError as e:
         _fail(str(e))
@@ -108,11 +112,25 @@ def main(
         console.print(f"skipped {what}: {why}")
     console.print(f"replay: {bundle.calibration.verdict}")
     console.print(f"wrote {target}")
+    _print_cost(bundle, time.monotonic() - started)
 
 
 def _print_table(table: Table) -> None:
     """At its own width: a cell cut short would not be the figure asked for."""
     Console(width=max(console.width, WIDEST)).print(table)
+
+
+def _print_cost(bundle: Bundle, seconds: float) -> None:
+    """Time over its floor: bytes at this disk's speed, and quantising at this core's."""
+    size = sum(bundle.manifest["files"].values())
+    text = f"{size / 2**30:.2f} GiB in {seconds:.0f} s, peak memory {peak_memory_gib():.2f} GiB"
+    if size > 1 << 30:
+        floor = size / disk_speed(bundle.path)
+        if bundle.manifest["dtype"] != "fp32":
+            bits = int(bundle.manifest["dtype"].removeprefix("int"))
+            floor += bundle.spec.num_parameters() / quantise_speed(bits)
+        text += f"; floor {floor:.0f} s (disk and quantising), {seconds / floor:.1f}x"
+    console.print(text)
 
 
 def _no_weights(model: NamedModel) -> NoReturn:

@@ -30,7 +30,7 @@ from serving.engine.model import Model
 
 TASKS = ("needle", "mqar", "lww", "copy", "split")
 CONTROL = "hybrid-tiny-linear"
-console = Console(width=130)
+console = Console(width=160)
 
 
 @dataclass(frozen=True)
@@ -181,19 +181,17 @@ def main(
     bundle: Annotated[Path | None, typer.Option(help="A converted model instead")] = None,
     ratios: Annotated[str, typer.Option(help="Shares of L to replay from zero")] = "",
     methods: Annotated[str, typer.Option(help="all, or nothing beside the ratios")] = "",
-    lengths: Annotated[str, typer.Option()] = "1024,2048",
+    lengths: Annotated[str, typer.Option()] = "1000,2000",
     tasks: Annotated[str, typer.Option()] = ",".join(TASKS),
     answers: Annotated[int, typer.Option(help="At least, per cell")] = 256,
     gate: Annotated[bool, typer.Option("--gate", help="Judge the error gate instead")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw answers over replayed")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw answers over replayed")] = None,
     quick: Annotated[bool, typer.Option("--quick")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure replay quality; the control model always runs too."""
     if quick:
-        lengths, answers = "1024", 48
+        lengths, answers = "1000", 48
     names = list(dict.fromkeys([*(model or ["hybrid-tiny"]), CONTROL]))
     bundles = [Bundle.open(bundle)] if bundle else [bundle_of(name) for name in names]
     if gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,11 @@ from typing import Annotated
 import typer
 
 from engine_configs.errors import HybridServeError
+from serving.engine.bundle import Bundle
 from serving.engine.engine import EngineConfig
 from serving.engine.llm import LLM, Answer
 from serving.engine.requests import SamplingParams
+from serving.floor import memory_bandwidth, peak_memory_gib
 
 
 def main(
@@ -46,22 +49,26 @@ def main(
             assert answer is not None
             print("" if stream else answer.text)
             if stats:
-                _print_stats(answer, time.monotonic() - started)
+                _print_stats(answer, time.monotonic() - started, llm.bundle)
     except (HybridServeError, OSError, UnicodeDecodeError) as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(1) from None
 
 
-def _print_stats(answer: Answer, seconds: float) -> None:
+def _print_stats(answer: Answer, seconds: float, bundle: Bundle) -> None:
     usage = answer.usage
     first = usage.first_token_seconds
     rest = max(usage.generated_tokens - 1, 0)
+    weights = bundle.manifest["files"].get("model.onnx.data", 0)
+    bandwidth = memory_bandwidth(os.cpu_count() or 1)
     typer.echo(
         f"{usage.prompt_tokens} prompt tokens in {first:.3f} s "
         f"({usage.computed_tokens / max(first, 1e-9):.1f} tok/s), "
         f"{usage.generated_tokens} generated, "
         f"{rest / max(seconds - first, 1e-9):.1f} tok/s after the first; "
-        f"finish: {answer.finish_reason}",
+        f"finish: {answer.finish_reason}\n"
+        f"floor: {weights / 1e9:.2f} GB of weights at {bandwidth / 1e9:.1f} GB/s read once a token "
+        f"= {bandwidth / max(weights, 1):.1f} tok/s; peak memory {peak_memory_gib():.2f} GiB",
         err=True,
     )
 
