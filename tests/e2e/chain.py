@@ -73,6 +73,11 @@ class Chain:
         wait_until(lambda: not self.held(), seconds, lambda: f"still held: {self.held()}")
         return time.monotonic() - started
 
+    def settled_metrics(self) -> dict[str, float]:
+        """Once all answers so far are counted: the cache's counters are half a second late."""
+        time.sleep(0.7)
+        return self.metrics()
+
     def salt(self) -> str:
         """A part of the cache that nobody has used."""
         return uuid.uuid4().hex

@@ -39,7 +39,7 @@ def over_sse(chain: Chain) -> Iterator[dict[str, Any]]:
 def test_disconnect_after_the_first_piece_frees_all(
     chain: Chain, open_stream: Callable[[Chain], Any]
 ) -> None:
-    before = chain.metrics()[CANCELLED]
+    before = chain.settled_metrics()[CANCELLED]
     stream = open_stream(chain)
     assert next(stream)["text_output"]
     wait_until(lambda: 'hybrid_engine_load{kind="running"}' in chain.held(), 5)

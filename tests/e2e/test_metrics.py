@@ -34,7 +34,7 @@ def test_names_are_there_from_the_start(chain: Chain) -> None:
 
 def test_sums_after_known_requests(chain: Chain) -> None:
     salt, head = chain.salt(), "y = 2\n" * 40  # 240 tokens
-    before = chain.metrics()
+    before = chain.settled_metrics()
     chain.generate(head + "abcd", cache_salt=salt, max_tokens=5)  # cold
     chain.generate(head + "efgh", cache_salt=salt, max_tokens=5, replay_ratio=0.1)
     chain.reply({"text_input": "x" * 9000})  # refused
@@ -64,7 +64,7 @@ def test_sums_after_known_requests(chain: Chain) -> None:
 
 
 def test_histograms_hold_seconds(chain: Chain) -> None:
-    before = chain.metrics()
+    before = chain.settled_metrics()
     chain.generate("z" * 50, max_tokens=20, cache_salt=chain.salt())
     count = "hybrid_ttft_seconds_count"
     wait_until(lambda: chain.metrics()[count] == before[count] + 1, 2)
@@ -77,7 +77,7 @@ def test_histograms_hold_seconds(chain: Chain) -> None:
 
 def test_answers_that_a_stop_word_ends_are_ok(chain: Chain) -> None:
     whole = chain.generate("def main():", max_tokens=40)["text_output"]
-    before = chain.metrics()
+    before = chain.settled_metrics()
     chain.generate("def main():", max_tokens=4000, stop_words=[whole[10:14]])
     ok, cancelled = (f'hybrid_requests_total{{outcome="{o}"}}' for o in ("ok", "cancelled"))
     wait_until(lambda: chain.metrics()[ok] == before[ok] + 1, 2)
@@ -87,6 +87,6 @@ def test_answers_that_a_stop_word_ends_are_ok(chain: Chain) -> None:
 def test_reason_of_a_miss_is_told_and_counted(chain: Chain) -> None:
     salt, prompt = chain.salt(), "a prompt of one tenant"
     for reason in (MissReason.SALT, MissReason.NONE):
-        before = chain.metrics()[LOOKUPS.format(reason)]
+        before = chain.settled_metrics()[LOOKUPS.format(reason)]
         assert chain.generate(prompt, cache_salt=salt)["miss_reason"] == reason
         wait_until(lambda r=reason, b=before: chain.metrics()[LOOKUPS.format(r)] == b + 1, 2)  # type: ignore[misc]

@@ -152,6 +152,7 @@ def test_finalize_ends_what_is_in_flight(engine: Any) -> None:
 def test_cache_gone_between_two_calls_is_a_miss(engine: Any) -> None:
     prompt = list(range(1, 60))
     expected = start(engine, prompt).all()
+    wait_until(lambda: engine.engine.load()["running"] == 0)  # the turn is stored after the answer
     whole, calls = Server.models["prefix_cache"], []
 
     def dying(requests: list[Any]) -> list[Any]:
