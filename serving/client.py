@@ -35,7 +35,7 @@ class TryAgain(ServerError):
 
 
 class Client:
-    """One connection, one request at a time. ``with Client(url) as client: client.generate("...")``."""
+    """One connection, one request at a time: ``with Client(url) as c: c.generate("...")``."""
 
     def __init__(self, url: str = "127.0.0.1:8001", model: str = "llm") -> None:
         self.url, self.model = url, model
