@@ -9,12 +9,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from build.pipeline import Options, Silent, convert
 from engine_configs.names import find_model
 from serving.engine.bundle import Bundle
 from serving.engine.model import Model
+
+# A loaded machine is no failure.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")

@@ -113,8 +113,9 @@ def test_the_command_streams_the_answer(tiny_bundle: Path, llm: LLM) -> None:
     options = ["--max-tokens", "40", "--temperature", "1.5", "--seed", "3"]
     result = generate(str(tiny_bundle), PROMPT, "--stream", "--stats", *options)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == llm.generate(PROMPT, FREE).text + "\n"
-    assert "finish: length" in result.stderr
+    answer = llm.generate(PROMPT, FREE)
+    assert result.stdout == answer.text + "\n"
+    assert f"finish: {answer.finish_reason}" in result.stderr
 
 
 def test_the_command_reads_a_file(tiny_bundle: Path, llm: LLM, tmp_path: Path) -> None:
