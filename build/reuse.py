@@ -76,7 +76,7 @@ def _identity(path: Path | None) -> str:
     """Names, sizes and times of a checkpoint's files, or of one file."""
     if path is None:
         return ""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(f for f in path.iterdir() if f.suffix != ".md") if path.is_dir() else [path]
     return repr([(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())])
 
 

@@ -11,7 +11,9 @@ from perf.train_tiny.evaluate import RATIOS, Cell, Report
 _SUMMARY = {
     "hybrid-tiny": """\
 A 1M-parameter hybrid (Gated DeltaNet and attention without positions) that retrieves through its
-attention layers: replaying a short tail restores its answers.""",
+attention layers: replaying a short tail restores its answers. It is made to: at the start a clock
+head is planted that ticks on every write (`perf/train_tiny/init.py`), and in a part of the training
+steps the linear states are dropped late in the sequence (`recipe.py`).""",
     "hybrid-tiny-linear": """\
 The control: shape and tokenizer of hybrid-tiny, but its facts live in the linear state, so tail
 replay from a zero state must fail on it.""",
