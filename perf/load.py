@@ -34,7 +34,7 @@ from serving.prefix_cache import CacheConfig
 
 MOST_PROMPTS = NUM_KEYS + NUM_VALUES  # each begins its own part with a symbol of its own
 REPLAY = {"replay_mode": "ratio", "replay_ratio": 0.05}
-console = Console(width=120)
+console = Console(width=140)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _row(
 ) -> Row:
     return Row(
         share=share,
-        load=" ".join(load).removeprefix("--"),
+        load=" ".join(load).removeprefix("--").replace("-range", ""),
         requests=served,
         ttft_p50=got.percentile(50),
         ttft_p99=got.percentile(99),
@@ -182,7 +182,7 @@ def summarise(rows: list[Row], ttft: float, token: float) -> dict[str, str]:
             f"{load}: TTFT p50 at {high.share:.0%} share is {high.ttft_p50 / low.ttft_p50:.3f} of "
             f"that at {low.share:.0%}"
         )
-    single = [r for r in rows if r.load == "concurrency-range 1"]
+    single = [r for r in rows if r.load == "concurrency 1"]
     if single:
         over = statistics.mean(r.inter_token for r in single) - token
         lines["overhead"] = (

@@ -77,7 +77,7 @@ def row(share: float, load: str, ttft: float, gap: float) -> Row:
 
 
 def test_summary_compares_the_least_and_the_most_shared() -> None:
-    one = "concurrency-range 1"
+    one = "concurrency 1"
     rows = [row(0.0, one, 0.2, 0.003), row(0.95, one, 0.05, 0.003), row(0.5, one, 0.1, 0.003)]
     lines = summarise(rows, 0.19, 0.002)
     assert "at 95% share is 0.250 of that at 0%" in lines[one]
