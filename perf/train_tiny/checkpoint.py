@@ -18,7 +18,7 @@ from build.tasks import BOS, EOS, NUM_BYTES, PAD, SYMBOLS, VOCAB_SIZE, heldout_t
 from perf.train_tiny.model import TinyConfig, TinyHybrid
 
 MAX_LOGIT_ERROR = 1e-4
-MAX_POSITIONS = 8192
+MAX_POSITIONS = 65536
 _SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>")
 # A question is answered right after it: no assistant marker stands between them.
 CHAT_TEMPLATE = """\
