@@ -71,7 +71,9 @@ def main() -> None:
         for (name, call, fields), question in zip(STEPS, sample.questions, strict=False):
             prompt = render(np.concatenate([sample.prefix, question.tokens]))
             started = time.monotonic()
-            answer = call(server, {"text_input": prompt, "max_tokens": 4, **fields})
+            answer = call(
+                server, {"text_input": prompt, "max_tokens": len(question.answer), **fields}
+            )
             milliseconds = (time.monotonic() - started) * 1e3
             right = answer["text_output"] == render(question.answer)
             hit = answer["cached_tokens"] >= PREFIX_TOKENS or not fields

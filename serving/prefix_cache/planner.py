@@ -156,9 +156,12 @@ def plan_replay(request: ReplayRequest, match: Match, *, estimate: float = 0.0) 
     start = 0 if exact else hit_len - request.tail_tokens(hit_len)
     if hit_len == 0:
         return _recompute(match, str(match.miss_reason))
+    # From token 0 the replay itself is exact: an approximate state would only make it worse.
+    only_exact = exact or start == 0
     usable = [
         s for s in match.states
-        if s.position >= start and 0 < s.position <= hit_len and (s.provenance.exact or not exact)
+        if 0 < s.position <= hit_len and s.position >= start
+        and (s.provenance.exact or not only_exact)
     ]  # fmt: skip
     if usable:
         # the deeper start is cheaper, but an approximation is never preferred to its absence

@@ -149,3 +149,13 @@ def test_plan_invariants(mode: ReplayMode, amount: float, hit: int, data: st.Dat
     assert plan.replayed + (plan.prompt_len - plan.hit_len) == plan.computed
     assert mode is not ReplayMode.EXACT or plan.provenance.exact
     assert (plan.source is ReplaySource.STATE) == (plan.state is not None)
+
+
+def test_replaying_everything_takes_no_approximate_state() -> None:
+    """r = L is exact by itself; a derived state on the way would spoil it."""
+    found = match(100, 90, states={80: DERIVED})
+    plan = plan_replay(ratio(1.0), found)
+    assert (plan.start, plan.source, plan.provenance) == (0, ReplaySource.TAIL, EXACT)
+    assert plan_replay(ratio(0.5), found).start == 80
+    plan = plan_replay(ratio(1.0), match(100, 90, states={80: EXACT}))
+    assert (plan.start, plan.provenance) == (80, EXACT)
