@@ -7,7 +7,6 @@ and never advances the state of an idle neighbour. Memory of untouched rows is n
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -113,9 +112,3 @@ def class_capacities(max_tokens: int) -> list[int]:
     """1K, 4K, 16K, … and the longest sequence served."""
     steps = [1024 * 4**i for i in range(16)]
     return [c for c in steps if c < max_tokens] + [max_tokens]
-
-
-def fits_memory(spec: HybridSpec, memory_bytes: int) -> int:
-    """Tokens of one sequence that fit ``memory_bytes`` beside its state."""
-    per_token = max(1, spec.kv_bytes_per_token())
-    return max(0, math.floor((memory_bytes - spec.state_bytes()) / per_token))
