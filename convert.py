@@ -19,7 +19,7 @@ from rich.table import Table
 from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, convert
-from build.plan import list_table, plan_table
+from build.plan import bytes_text, list_table, plan_table
 from build.quantize import DTYPES, quantise_speed
 from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
@@ -123,7 +123,7 @@ def _print_table(table: Table) -> None:
 def _print_cost(bundle: Bundle, seconds: float) -> None:
     """Time over its floor: bytes at this disk's speed, and quantising at this core's."""
     size = sum(bundle.manifest["files"].values())
-    text = f"{size / 2**30:.2f} GiB in {seconds:.0f} s, peak memory {peak_memory_gib():.2f} GiB"
+    text = f"{bytes_text(size)} in {seconds:.0f} s, peak memory {peak_memory_gib():.2f} GiB"
     if size > 1 << 30:
         floor = size / disk_speed(bundle.path)
         if bundle.manifest["dtype"] != "fp32":
