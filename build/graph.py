@@ -16,6 +16,8 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     -> logits                        [N, V]
     -> present_{key,value,conv_state,recurrent_state}_i  may alias the inputs
     -> decay_sum_i                   [B, units]          summed log-decay of this step
+    -> query_i                       [B, T, Hq*dk]       what attention layer i asks for: after
+                                                         norm and RoPE (``ort`` lowering only)
 
 Padding tokens (t >= valid_len) leave every state as it was; their K/V rows are written past the
 end of the sequence, where the next step overwrites them.

@@ -61,6 +61,12 @@ class Nodes:
         self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
+    def rename(self, value: str, name: str) -> str:
+        """Another name for a value that no node reads yet."""
+        outputs = next(n.output for n in reversed(self.nodes) if value in n.output)
+        outputs[list(outputs).index(value)] = name
+        return name
+
     def slice(self, x: str, start: Any, end: Any, axis: int, path: str) -> str:
         """``x[start:end]`` along ``axis``; bounds are ints or names of [1] int64 values."""
         bounds = [b if isinstance(b, str) else self.const([b]) for b in (start, end)]

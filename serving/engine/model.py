@@ -55,14 +55,21 @@ class Model:
             ) from None
 
     def run(
-        self, slots: SlotClass, row: int, step: Step, *, decay_sums: bool = False
+        self,
+        slots: SlotClass,
+        row: int,
+        step: Step,
+        *,
+        decay_sums: bool = False,
+        queries: bool = False,
     ) -> tuple[Floats, dict[str, Floats]]:
         """Run B = len(step.tokens) rows from ``row`` on; K/V and states change in place.
 
-        Returns logits [N, V], and the decay sums [B, units] per layer where asked for.
+        Returns logits [N, V] and, by name where asked for, ``decay_sum_i`` [B, units] of each
+        layer with a state and ``query_i`` [B, T, Hq*dk] of each attention layer (padding included).
         """
         batch, length = step.tokens.shape
-        bound = self._bound(slots, row, batch, decay_sums)
+        bound = self._bound(slots, row, batch, decay_sums, queries)
         bound.feed("input_ids", step.tokens, np.int64)
         bound.feed("position_ids", step.positions, np.int64)
         bound.feed("seqlens", step.total_lens, np.int32)
@@ -74,22 +81,29 @@ class Model:
         binding = bound.binding
         logits = np.empty((len(step.logit_rows), self.spec.vocab_size), np.float32)
         _bind_array(binding.bind_output, "logits", logits)
-        sums = self._decay_arrays(batch) if decay_sums else {}
-        for name, array in sums.items():
+        extra = self._decay_arrays(batch) if decay_sums else {}
+        if queries:
+            extra |= self._query_arrays(batch, length)
+        for name, array in extra.items():
             _bind_array(binding.bind_output, name, array)
         if step.append:
             slots.hold(row, step.total_lens)
         self._session.run_with_iobinding(binding)
-        return logits, sums
+        return logits, extra
 
     def _decay_arrays(self, batch: int) -> dict[str, Floats]:
         layers = self.spec.state_layers()
         shapes = {f"decay_sum_{i}": (batch, m.units()) for i, m in layers if m.units()}
         return {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
 
-    def _bound(self, slots: SlotClass, row: int, batch: int, decay_sums: bool) -> _Bound:
+    def _query_arrays(self, batch: int, length: int) -> dict[str, Floats]:
+        layers = self.spec.attention_layers()
+        shapes = {f"query_{i}": (batch, length, m.num_heads * m.head_dim) for i, m in layers}
+        return {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+
+    def _bound(self, slots: SlotClass, row: int, batch: int, *outputs: bool) -> _Bound:
         """States and slots bound once per row range; the class owns the addresses it names."""
-        key = (row, batch, decay_sums)
+        key = (row, batch, *outputs)
         if key not in slots.bindings:
             binding = self._session.io_binding()
             for name, array in slots.buffers().items():

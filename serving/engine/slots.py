@@ -39,7 +39,7 @@ class SlotClass:
         # K/V rows in use per slot: what has to move when slots are exchanged.
         self.lengths = np.zeros(rows, np.int64)
         # The runtime's bindings to rows of these buffers; they must not outlive them.
-        self.bindings: dict[tuple[int, int, bool], Any] = {}
+        self.bindings: dict[tuple[int, ...], Any] = {}
         self.num_active = 0
 
     def buffers(self) -> dict[str, Array]:

@@ -132,3 +132,23 @@ def test_decay_sums_are_those_of_the_tokens(subject: Subject) -> None:
     for name, value in whole.items():
         assert (value < 0).all()
         np.testing.assert_allclose(cut[name], value, rtol=1e-4)
+
+
+def test_queries_are_what_the_attention_op_sees(subject: Subject) -> None:
+    """They come with the logits of the same run, and asking for them changes nothing."""
+    layers = dict(subject.spec.attention_layers())
+    model = onnx.load(subject.folder / "ort" / "model.onnx", load_external_data=False)
+    ops = [n for n in model.graph.node if n.op_type == "CompressedSparseAttention"]
+    assert [n.input[0] for n in ops] == [f"query_{i}" for i in layers]
+
+    step = prefill_step(subject.ids[:40], 0, logits=range(40))
+    logits, found = subject.model.run(subject.slots(), 0, step, queries=True)
+    np.testing.assert_array_equal(logits, subject.prefilled[:40])
+    assert {n: a.shape for n, a in found.items()} == {
+        f"query_{i}": (1, 40, m.num_heads * m.head_dim) for i, m in layers.items()
+    }
+    slots = subject.slots()
+    subject.feed(subject.model, slots, [12])
+    _, rest = subject.model.run(slots, 0, prefill_step(subject.ids[12:40], 12), queries=True)
+    for name, array in rest.items():
+        np.testing.assert_array_equal(array, found[name][:, 12:])
