@@ -24,19 +24,21 @@ from build.bundles import bundle_of
 from build.lab import Lab, kl
 from build.tasks import Sample, make_samples
 from perf.gate import report_gate
-from perf.methods import Method, all_methods, zero_start
+from perf.methods import EVERY, Method, all_methods, zero_start
 from serving.engine.bundle import Bundle
 from serving.engine.model import Model
 
 TASKS = ("needle", "mqar", "lww", "copy", "split")
 CONTROL = "hybrid-tiny-linear"
+# Prefix lengths of a cell: L, L - STEP, ...; over 512 they meet checkpoints at all distances.
+SPREAD, STEP = 5, 101
 console = Console(width=160)
 
 
 @dataclass(frozen=True)
 class Cell:
     """One task at one length under one method; low and high bound ``relative`` at 95 %; replayed
-    and lost in tokens, state_bytes of checkpoints and kv_bytes per prefix."""
+    (mean, and at worst) and lost in tokens, state_bytes of checkpoints and kv_bytes per prefix."""
 
     model: str
     task: str
@@ -49,8 +51,9 @@ class Cell:
     low: float
     high: float
     kl: float
-    replayed: int
-    lost: int
+    replayed: float
+    worst_replayed: int
+    lost: float
     state_bytes: int
     kv_bytes: int
 
@@ -100,8 +103,9 @@ def run(
     for length in lengths:
         lab = Lab(model, length + 512)
         kv_bytes = length * model.spec.kv_bytes_per_token()
+        hits_at = range(length - EVERY + 1, length + 1)
         for task in tasks:
-            samples = enough_samples(task, length, answers)
+            samples = enough_samples(task, length, answers_at(length, answers))
             results = measure(lab, samples, methods, f"{bundle.name} {task} {length}")
             for method in methods:
                 got = results[method.name]
@@ -111,21 +115,31 @@ def run(
                     Cell(
                         bundle.name, task, length, method.name, int(count), exact / count,
                         hits / count, hits / max(exact, 1), low, high, divergence / count,
-                        method.replayed(length), method.lost(length),
+                        float(np.mean([method.replayed(n) for n in hits_at])),
+                        max(method.replayed(n) for n in hits_at),
+                        float(np.mean([method.lost(n) for n in hits_at])),
                         method.state_bytes(length), kv_bytes,
                     )
                 )  # fmt: skip
     return cells
 
 
+def answers_at(length: int, answers: int) -> int:
+    """Fewer at long lengths, where a sample takes seconds (the intervals show it)."""
+    return min(answers, max(24, answers * 1000 // length))
+
+
 def enough_samples(task: str, length: int, answers: int) -> list[Sample]:
-    """Samples that hold at least ``answers`` answer tokens."""
-    samples, found = make_samples(task, length, answers, seed=1), 0
-    for i, sample in enumerate(samples):
-        found += int(sample.answer_mask.sum())
-        if found >= answers:
-            return samples[: i + 1]
-    return samples
+    """Samples that hold at least ``answers`` answer tokens, at several lengths up to ``length``:
+    where a hit ends between two checkpoints decides how much is replayed."""
+    chosen: list[Sample] = []
+    for i in range(SPREAD):
+        samples = make_samples(task, length - STEP * i, answers, seed=1 + i)
+        found = 0
+        while found < answers / SPREAD:
+            chosen.append(samples.pop(0))
+            found += int(chosen[-1].answer_mask.sum())
+    return chosen
 
 
 def table(cells: list[Cell]) -> Table:
@@ -147,13 +161,26 @@ def table(cells: list[Cell]) -> Table:
 
 def costs(cells: list[Cell]) -> Table:
     """What each method replays and stores, by model and length."""
-    out = Table(title="Tokens replayed (snap included), hit lost, checkpoint bytes over KV bytes")
-    for column in ("model", "L", "method", "replayed", "of L", "lost", "state bytes", "of KV"):
+    out = Table(
+        title="Tokens replayed with snap (mean and worst of 512 lengths), hit lost, state over KV bytes"
+    )
+    for column in (
+        "model",
+        "L",
+        "method",
+        "replayed",
+        "of L",
+        "worst",
+        "lost",
+        "state bytes",
+        "of KV",
+    ):
         out.add_column(column, justify="left" if column in ("model", "method") else "right")
     for c in {(c.model, c.length, c.method): c for c in cells}.values():
         out.add_row(
-            c.model.removeprefix("hybrid-"), str(c.length), c.method, str(c.replayed),
-            f"{c.replayed / c.length:.1%}", str(c.lost), str(c.state_bytes),
+            c.model.removeprefix("hybrid-"), str(c.length), c.method, f"{c.replayed:.0f}",
+            f"{c.replayed / c.length:.1%}", f"{c.worst_replayed / c.length:.1%}", f"{c.lost:.0f}",
+            str(c.state_bytes),
             f"{c.state_bytes / c.kv_bytes:.1%}",
         )  # fmt: skip
     return out
@@ -181,7 +208,7 @@ def main(
     bundle: Annotated[Path | None, typer.Option(help="A converted model instead")] = None,
     ratios: Annotated[str, typer.Option(help="Shares of L to replay from zero")] = "",
     methods: Annotated[str, typer.Option(help="all, or nothing beside the ratios")] = "",
-    lengths: Annotated[str, typer.Option()] = "1000,2000",
+    lengths: Annotated[str, typer.Option()] = "1000,4000,16000",
     tasks: Annotated[str, typer.Option()] = ",".join(TASKS),
     answers: Annotated[int, typer.Option(help="At least, per cell")] = 256,
     gate: Annotated[bool, typer.Option("--gate", help="Judge the error gate instead")] = False,
