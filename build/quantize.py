@@ -8,7 +8,7 @@ quantised per row inside the kernel, so a token's result does not depend on its 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,14 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from plugins.onnx_graph import ORT_DOMAIN
+from plugins.onnx_graph import ORT_DOMAIN, Nodes
 
 if TYPE_CHECKING:
     from build.graph import GraphBuilder
 
 Floats = NDArray[np.float32]
+# (nodes, x [rows, in], expert number, node path) -> x @ W[expert]^T [rows, out]
+ExpertLinear = Callable[[Nodes, str, str, str], str]
 # Projections that set decays, gates of the recurrence and routing: small, and errors compound.
 _KEEP = ("a_proj", "b_proj", "a_a_proj", "a_b_proj", "dt_proj", "x_proj", "router", "shared_gate")
 _SMALL = 4096
@@ -47,6 +49,16 @@ class Plain:
     def head(self, g: GraphBuilder, x: str, path: str, node: str) -> str:
         """Logits of rows [N, H] from a table [V, H], which the embedding may share."""
         return str(g.op("Gemm", [x, g.table(path)], node, transB=1))
+
+    def experts(self, g: GraphBuilder, path: str) -> ExpertLinear:
+        """One of the matrices of a stack [E, out, in], chosen at run time."""
+        stack = g.experts(path, transpose=True)
+
+        def linear(b: Nodes, x: str, expert: str, node: str) -> str:
+            weight = b.op("Gather", [stack, expert], f"{node}/weight")
+            return str(b.op("MatMul", [x, weight], node))
+
+        return linear
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,26 @@ class Blocks:
         if not g.stored(names[0]):  # else shared with the embedding
             self._store(g, path, g.read(path))
         return self._matmul(g, x, node, *names, shape)
+
+    def experts(self, g: GraphBuilder, path: str) -> ExpertLinear:
+        """The chosen expert is dequantised when it runs, over all rows that chose it."""
+        count, rows, width = g.spec.weights()[path]
+        if width % _BLOCK:
+            return Plain().experts(g, path)
+        packed, scales = quantise(g.read(path).reshape(-1, width), self.bits)
+        stack = g.store(f"{path}.packed", packed.reshape(count, -1))
+        scale = g.store(f"{path}.scales", scales.reshape(count, -1))
+
+        def linear(b: Nodes, x: str, expert: str, node: str) -> str:
+            flat = b.op(
+                "GatherBlockQuantized", [stack, expert, scale], f"{node}/values",
+                domain=ORT_DOMAIN, bits=self.bits, block_size=_BLOCK, gather_axis=0,
+                quantize_axis=1,
+            )  # fmt: skip
+            weight = b.reshape(flat, [rows, width], f"{node}/weight")
+            return str(b.op("Gemm", [x, weight], node, transB=1))
+
+        return linear
 
     def _store(self, g: GraphBuilder, path: str, weight: Floats) -> tuple[str, str]:
         packed, scales = quantise(weight, self.bits)

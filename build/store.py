@@ -22,26 +22,36 @@ _ALIGN = 4096  # so that a runtime may map a tensor straight from the file
 
 
 class ExternalWeights:
-    """Appends tensors to one file; each becomes an initializer that only points there."""
+    """Appends tensors to one file; each becomes an initializer that only points there.
+
+    Bytes that are there already (weights that layers share) are pointed to, not written again.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
         self._hash = hashlib.blake2b(digest_size=16)
+        self._offsets: dict[bytes, int] = {}
 
     def add(self, name: str, value: NDArray[Any]) -> onnx.TensorProto:
         value = np.ascontiguousarray(value)
-        self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
-        offset = self._file.tell()
-        self._file.write(value.data)
-        self._hash.update(value.data)
+        digest = hashlib.blake2b(value.data, digest_size=16).digest()
+        self._hash.update(digest)
+        if digest not in self._offsets:
+            self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
+            self._offsets[digest] = self._file.tell()
+            self._file.write(value.data)
         tensor = onnx.TensorProto(
             name=name,
             data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
             dims=value.shape,
             data_location=onnx.TensorProto.EXTERNAL,
         )
-        entries = {"location": self.path.name, "offset": offset, "length": value.nbytes}
+        entries = {
+            "location": self.path.name,
+            "offset": self._offsets[digest],
+            "length": value.nbytes,
+        }
         for key, item in entries.items():
             tensor.external_data.add(key=key, value=str(item))
         return tensor

@@ -162,7 +162,7 @@ def table(cells: list[Cell]) -> Table:
 def costs(cells: list[Cell]) -> Table:
     """What each method replays and stores, by model and length."""
     out = Table(
-        title="Tokens replayed with snap (mean and worst of 512 lengths), hit lost, state over KV bytes"
+        title="Tokens replayed with snap (mean, worst of 512 lengths), hit lost, state over K/V"
     )
     for column in (
         "model",

@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from build.mixers.common import StepInputs, activate, node_path
+from build.quantize import ExpertLinear
 from engine_configs.spec import Mlp, Moe
 from plugins.onnx_graph import Nodes
 
@@ -50,8 +51,8 @@ def moe(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Moe, x: str) ->
         chosen=chosen,
         weights=weights,
         active=active,
-        in_proj=g.experts(f"{path}.experts.in_proj", transpose=True),
-        down_proj=g.experts(f"{path}.experts.down_proj", transpose=True),
+        in_proj=g.weights.experts(g, f"{path}.experts.in_proj"),
+        down_proj=g.weights.experts(g, f"{path}.experts.down_proj"),
     )
     total = g.op("Loop", [count, "", zeros], f"{node}/experts", body=body)
     if m.shared:
@@ -115,8 +116,8 @@ def _expert_step(
     chosen: str,
     weights: str,
     active: str,
-    in_proj: str,
-    down_proj: str,
+    in_proj: ExpertLinear,
+    down_proj: ExpertLinear,
 ) -> onnx.GraphProto:
     """One expert over its tokens: Loop body (turn, go on, sum [N, H]) → (go on, sum [N, H]).
 
@@ -133,16 +134,14 @@ def _expert_step(
     picked = b.op("GatherND", [rows, token], f"{here}/rows")
     zero = b.const(np.zeros((1, g.spec.hidden_size)), np.float32)
     padded = b.op("Concat", [picked, zero], f"{here}/padded", axis=0)
-    weight = b.op("Gather", [in_proj, expert], f"{here}/in_proj")
-    inner = b.op("MatMul", [padded, weight], f"{here}/inner")
+    inner = in_proj(b, padded, expert, f"{here}/in_proj")
     if m.gated:
         sizes = b.const([m.intermediate, m.intermediate])
         gate, up = b.op("Split", [inner, sizes], f"{here}/split", outputs=2, axis=-1)
         inner = b.op("Mul", [activate(b, gate, m.activation, f"{here}/act"), up], f"{here}/gated")
     else:
         inner = activate(b, inner, m.activation, f"{here}/act")
-    weight = b.op("Gather", [down_proj, expert], f"{here}/down_proj")
-    out = b.slice(b.op("MatMul", [inner, weight], f"{here}/out"), 0, -1, 0, f"{here}/out_rows")
+    out = b.slice(down_proj(b, inner, expert, f"{here}/down_proj"), 0, -1, 0, f"{here}/out_rows")
     share = b.op("Unsqueeze", [b.op("GatherND", [weights, pairs], f"{here}/share"), b.const([1])],
                  f"{here}/share_column")  # fmt: skip
     scaled = b.op("Mul", [out, share], f"{here}/scaled")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-from build.quantize import dequantise, quantise
+from build.checkpoint import Checkpoint, Weights
+from build.graph import WeightReader, build_graph
+from build.quantize import Blocks, Plain, dequantise, quantise
+from engine_configs.families import read_checkpoint_config
+from serving.engine.model import Model, prefill_step
+from serving.engine.slots import SlotClass
 
 DOMAIN = "com.microsoft"
 
@@ -62,3 +73,47 @@ def test_values_on_the_grid_come_back_exactly(bits: int) -> None:
         weight[:, ::32] = -128 * 0.25
     packed, scales = quantise(weight, bits)
     np.testing.assert_array_equal(dequantise(packed, scales, bits, weight.shape[1]), weight)
+
+
+@dataclass(frozen=True)
+class ExpertsOnly(Plain):
+    """Quantised experts, the rest fp32."""
+
+    bits: int = 4
+    experts = Blocks.experts
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_run_as_quantised(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GraniteMoeHybridConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        layer_types=["mamba", "attention"], num_attention_heads=4, num_key_value_heads=2,
+        mamba_n_heads=8, mamba_d_head=16, mamba_d_state=24, num_local_experts=5,
+        num_experts_per_tok=2, shared_intermediate_size=32, initializer_range=0.1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    GraniteMoeHybridForCausalLM(config).save_pretrained(tmp_path)
+    family = read_checkpoint_config(tmp_path)
+    weights = Weights(family, Checkpoint(tmp_path))
+
+    def rounded(name: str) -> np.ndarray:
+        weight = weights.read(name)
+        if ".experts." not in name:
+            return weight
+        rows = weight.reshape(-1, weight.shape[-1])
+        return dequantise(*quantise(rows, bits), bits, rows.shape[1]).reshape(weight.shape)
+
+    def logits(read: WeightReader) -> np.ndarray:
+        model = build_graph(family.spec, read, lambda n, v: numpy_helper.from_array(v, n))
+        bundle = SimpleNamespace(spec=family.spec, model_file=tmp_path / "model.onnx")
+        onnx.save(model, bundle.model_file)
+        step = prefill_step(np.arange(3, 40), 0, logits=range(37))
+        return Model(bundle, threads=1).run(SlotClass(family.spec, 64, 1), 0, step)[0]
+
+    want, plain = logits(rounded), logits(weights.read)
+    monkeypatch.setattr("build.graph.storage", lambda dtype: ExpertsOnly(bits=bits))
+    got = logits(weights.read)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert np.abs(got - plain).max() > 1e-3

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx import numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor
 
 from build import pipeline
 from build.pipeline import Options, Silent, convert
-from build.store import atomic_directory
+from build.store import ExternalWeights, atomic_directory
 from engine_configs.errors import BundleError, ConversionError
 from engine_configs.names import find_model
 from serving.engine.bundle import Bundle
@@ -222,3 +225,16 @@ def test_a_graph_the_runtime_cannot_load(target: Path) -> None:
     (target / "model.onnx").write_bytes(b"\xff" * size)
     with pytest.raises(BundleError, match="the runtime cannot load it"):
         Model(Bundle.open(target), 1)
+
+
+def test_equal_tensors_are_written_once(tmp_path: Path) -> None:
+    weights = ExternalWeights(tmp_path / "data")
+    shared = np.arange(1024, dtype=np.float32)
+    tensors = [weights.add("a", shared), weights.add("b", shared + 1), weights.add("c", shared)]
+    weights.close()
+    offsets = [next(e.value for e in t.external_data if e.key == "offset") for t in tensors]
+    assert offsets[0] == offsets[2] != offsets[1]
+    assert (tmp_path / "data").stat().st_size == 2 * shared.nbytes
+    for tensor, want in zip(tensors, (shared, shared + 1, shared), strict=True):
+        load_external_data_for_tensor(tensor, str(tmp_path))
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), want)
