@@ -18,9 +18,10 @@ from rich.table import Table
 
 from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
-from build.pipeline import Options, convert
-from build.plan import bytes_text, list_table, plan_table
-from build.quantize import DTYPES, quantise_speed
+from build.pipeline import Options
+from build.plan import bytes_text, list_table
+from build.quantize import quantise_speed
+from build.targets import TARGETS
 from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
 from engine_configs.names import NamedModel, find_model, known_models
@@ -29,6 +30,7 @@ from serving.floor import disk_speed, peak_memory_gib
 
 WIDEST = 132  # of any table printed here
 ARTIFACTS = Path(__file__).parent / "artifacts"
+_DTYPE_HELP = "; ".join(f"{name}: {', '.join(t.dtypes)}" for name, t in TARGETS.items())
 console = Console(soft_wrap=True)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -49,9 +51,16 @@ def main(
     model: Annotated[str, typer.Option(help="A name from --list; any with --checkpoint")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="Hugging Face model directory")] = None,
     random_weights: Annotated[int | None, typer.Option(help="Seed; no quality is claimed")] = None,
-    output: Annotated[Path | None, typer.Option(help="Default: artifacts/<model>")] = None,
-    lowering: Annotated[str, typer.Option(help="ort or standard (ai.onnx only)")] = "ort",
-    dtype: Annotated[str, typer.Option(help="fp32, int8 or int4; default: the model's own")] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="Default: artifacts/<model>[-<target>]")
+    ] = None,
+    target: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}")] = "onnx",
+    lowering: Annotated[
+        str, typer.Option(help="Of --target onnx: ort or standard (ai.onnx only)")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help=f"{_DTYPE_HELP}; default: the model's own for the target")
+    ] = "",
     max_kl: Annotated[float, typer.Option(help="Refuse a quantised model past this KL")] = 0.1,
     plan: Annotated[bool, typer.Option("--plan", help="Print what it costs and stop")] = False,
     memory_gib: Annotated[float, typer.Option(help="Memory that --plan fills")] = 24.0,
@@ -66,39 +75,43 @@ def main(
         if list_models:
             _print_table(list_table(known_models()))
             return
-        if lowering not in ("ort", "standard"):
-            _fail(f"--lowering is {lowering!r}, expected ort or standard")
-        if dtype not in ("", *DTYPES):
-            _fail(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        _one_of("--target", target, tuple(TARGETS))
+        row = TARGETS[target]
+        _one_of("--lowering", lowering, ("", *row.lowerings))
+        _one_of("--dtype", dtype, ("", *row.dtypes))
+        lowering = lowering or row.lowerings[0]
         if not model and not checkpoint:
             _fail("give --model NAME (see --list) or --checkpoint DIR")
         name = model or checkpoint.name  # type: ignore[union-attr]
         known = NamedModel(name, "", {}, checkpoint) if checkpoint else find_model(name)
         family = known.family()
-        if plan:
-            _print_table(plan_table(name, family.spec, memory_gib))
-            return
+        dtype = dtype or row.default_dtype(known.dtype, lowering)
         source = None if random_weights is not None else known.checkpoint or find_checkpoint(known)
-        if source is None and random_weights is None:
-            _print_table(plan_table(name, family.spec, memory_gib))
+        unreachable = source is None and random_weights is None
+        if plan or unreachable:
+            _print_table(row.plan(name, family.spec, dtype, memory_gib))
+        if plan:
+            return
+        if unreachable:
             _no_weights(known)
         if source:  # its own config.json counts; a name's numbers only serve to plan
             family = read_checkpoint_config(source)
-        target = output or ARTIFACTS / name
+        folder = output or ARTIFACTS / (name if target == "onnx" else f"{name}-{target}")
         options = Options(
             name,
             family,
             source,
-            target,
+            folder,
             random_weights or 0,
             lowering,
-            dtype or (known.dtype.cpu if lowering == "ort" else "fp32"),
+            dtype,
             max_kl,
-            CalibrationOptions() if calibrate and lowering == "ort" else None,
+            CalibrationOptions() if calibrate and lowering != "standard" else None,
             import_calibration,
+            target,
         )
         started = time.monotonic()
-        bundle = convert(options, Bars())
+        bundle = row.convert(options, Bars())
     except HybridServeError as e:
         _fail(str(e))
     except KeyboardInterrupt:
@@ -111,7 +124,7 @@ def main(
     for what, why in bundle.manifest["skipped"].items():
         console.print(f"skipped {what}: {why}")
     console.print(f"replay: {bundle.calibration.verdict}")
-    console.print(f"wrote {target}")
+    console.print(f"wrote {folder}")
     _print_cost(bundle, time.monotonic() - started)
 
 
@@ -126,7 +139,7 @@ def _print_cost(bundle: Bundle, seconds: float) -> None:
     text = f"{bytes_text(size)} in {seconds:.0f} s, peak memory {peak_memory_gib():.2f} GiB"
     if size > 1 << 30:
         floor = size / disk_speed(bundle.path)
-        if bundle.manifest["dtype"] != "fp32":
+        if bundle.manifest["dtype"].startswith("int"):
             bits = int(bundle.manifest["dtype"].removeprefix("int"))
             floor += bundle.spec.num_parameters() / quantise_speed(bits)
         text += f"; floor {floor:.0f} s (disk and quantising), {seconds / floor:.1f}x"
@@ -142,6 +155,12 @@ def _no_weights(model: NamedModel) -> NoReturn:
         f"  3. convert.py --model {model.name} --random-weights 0 (sizes and speed, no quality)",
         code=2,
     )
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        known = [name for name in allowed if name]
+        _fail(f"{option} is {value!r}, expected {' or '.join(known)}")
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:

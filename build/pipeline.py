@@ -68,6 +68,7 @@ class Options:
     max_kl: float = 0.1
     calibration: CalibrationOptions | None = None
     import_calibration: Path | None = None
+    target: str = "onnx"
 
 
 class Progress(Protocol):
@@ -84,11 +85,7 @@ def convert(options: Options, progress: Progress) -> Bundle:
 
     Raises CheckpointError, ConfigError, ParityError, ConversionError.
     """
-    weights: WeightSet
-    if options.checkpoint:
-        weights = Weights(options.family, Checkpoint(options.checkpoint))
-    else:
-        weights = RandomWeights(options.family, options.seed)
+    weights = weights_of(options)
     sources = Sources.of(options)
     old = earlier(options, sources)
     with atomic_directory(options.output) as scratch:
@@ -105,6 +102,12 @@ def convert(options: Options, progress: Progress) -> Bundle:
             found |= calibration_of(options, scratch, progress)
         write_manifest(manifest | found, scratch)
     return Bundle.open(options.output)
+
+
+def weights_of(options: Options) -> WeightSet:
+    if options.checkpoint:
+        return Weights(options.family, Checkpoint(options.checkpoint))
+    return RandomWeights(options.family, options.seed)
 
 
 def write_graph(options: Options, weights: WeightSet, scratch: Path, progress: Progress) -> str:
@@ -150,6 +153,7 @@ def new_manifest(options: Options, digest: str, scratch: Path) -> dict[str, Any]
     return {
         "format": FORMAT,
         "name": options.name,
+        "target": options.target,
         "digest": digest,
         "dtype": options.dtype,
         "lowering": options.lowering,

@@ -7,6 +7,7 @@ from rich.table import Table
 from build.calibrate import CalibrationOptions, shortest_interval
 from engine_configs.names import NamedModel
 from engine_configs.spec import HybridSpec
+from serving.engine.profiles import BLOCK_TOKENS, PROFILES
 from serving.prefix_cache.planner import CostModel
 from serving.replay.checkpoint import CheckpointCodec
 
@@ -89,6 +90,38 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
         for label, value in replay_rows(spec).items():
             table.add_row(label, value, "")
     return table
+
+
+def gpu_plan_table(name: str, spec: HybridSpec, dtype: str, memory_gib: float) -> Table:
+    """The plan of one model on a GPU: weights and K/V of 2 bytes, recurrent states of 4."""
+    title = f"{name} ({spec.model_type}), {dtype} on a GPU"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    for label, value in gpu_rows(spec, memory_gib).items():
+        table.add_row(label, value)
+    for profile in PROFILES:
+        table.add_row(f"engine profile: {profile.name}", profile.text())
+    if spec.state_layers():
+        for label, value in replay_rows(spec).items():
+            table.add_row(label, value)
+    return table
+
+
+def gpu_rows(spec: HybridSpec, memory_gib: float) -> dict[str, str]:
+    attention, linear = len(spec.attention_layers()), len(spec.state_layers())
+    per_token = sum(2 * 2 * m.num_kv_heads * m.head_dim for _, m in spec.attention_layers())
+    left = memory_gib * 2**30 - spec.num_parameters() * 2 - spec.state_bytes(2)
+    return {
+        "parameters": f"{spec.num_parameters():,}",
+        "layers (attention + linear)": f"{attention} + {linear}",
+        "weights": bytes_text(spec.num_parameters() * 2),
+        "KV pool per token": bytes_text(per_token),
+        f"KV pool block ({BLOCK_TOKENS} tokens)": bytes_text(per_token * BLOCK_TOKENS),
+        "state per sequence": bytes_text(spec.state_bytes(2)),
+        "one state checkpoint costs": f"{checkpoint_cost_tokens(spec, 2):,.0f} tokens of KV",
+        f"tokens that fit {memory_gib:g} GiB": f"{max(0, int(left // max(1, per_token))):,}",
+    }
 
 
 def list_table(models: dict[str, NamedModel]) -> Table:

@@ -85,3 +85,29 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
     result = run("--model", "hybrid-tiny", "--random-weights", "3", "--output", str(output))
     assert result.exit_code == 0
     assert "skipped parity: random weights" in result.output
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-llm"])
+def test_a_gpu_plan_counts_two_bytes_a_value(target: str) -> None:
+    result = run("--model", "hybrid-7b", "--random-weights", "0", "--target", target, "--plan")
+    spec = known_models()["hybrid-7b"].family().spec
+    assert result.exit_code == 0, result.output
+    assert "bf16 on a GPU" in result.output
+    for figure in (spec.num_parameters() * 2, 120 * 1024, spec.state_bytes(2)):
+        assert bytes_text(figure) in result.output
+    assert "engine profile: decode" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--target", "gpu"], ["--target is 'gpu'", "onnx or tensorrt or tensorrt-llm"]),
+        (["--target", "tensorrt", "--dtype", "int4"], ["'int4'", "bf16 or fp16"]),
+        (["--dtype", "bf16"], ["'bf16'", "fp32 or int8 or int4"]),
+        (["--target", "tensorrt", "--lowering", "ort"], ["'ort'", "expected tensorrt"]),
+    ],
+)
+def test_options_that_do_not_fit_the_target(arguments: list[str], parts: list[str]) -> None:
+    result = run("--model", "hybrid-tiny", *arguments)
+    assert result.exit_code == 1
+    assert all(part in result.output for part in parts), result.output
