@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Everything the project needs, into .venv: `make .venv/ready` runs this. Safe to run again.
+# "tensorrt" as argument: the tools of that target instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SITE=.venv/lib/python3.11/site-packages
@@ -129,6 +130,18 @@ WRAPPER
         die "perf_analyzer does not start: $(.venv/bin/perf_analyzer --version 2>&1 | head -1)"
 }
 
+# Half a gigabyte that only the TensorRT target needs; in a folder of its own.
+install_tensorrt_tools() {
+    say "installing what builds and tests the TensorRT target (145 MB)"
+    rm -rf .venv/tensorrt
+    pip_install --no-deps --target .venv/tensorrt -r requirements/tensorrt.txt
+    touch .venv/tensorrt/ready
+}
+
+if [ "${1:-}" = tensorrt ]; then
+    install_tensorrt_tools
+    exit
+fi
 check_machine
 make_venv
 install_torch
