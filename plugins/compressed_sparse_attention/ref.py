@@ -2,11 +2,13 @@
 
 Queries at the last T of ``total_len`` positions attend causally to the rows of a KV slot. A step
 either appends its own K/V rows to the slot first, or (replay) brings none and reads the cached
-ones. Dense attention is the case in which every row is retained and selected.
+ones. Dense attention is the case in which every row is retained and selected; a decode step may
+instead read a bounded selection of the slot and estimate the rest (``sparse_decode_attention``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,3 +65,205 @@ def compressed_sparse_attention(
                     o[b, t, g] = p[use] @ values[use] / mass
                     dropped[b, t, g] = 1.0 - mass / p.sum()
     return o, present_k, present_v, dropped, kept
+
+
+BLOCK = 32
+_MAX_VARIANCE = 30.0
+
+
+@dataclass(frozen=True)
+class SparseStep:
+    """What one decode step answered, and what it knows about its own error.
+
+    o [B, Hq, dv]; error_bound [B, Hq]: relative L2 error of o (``sound``: never more; else times
+    calibrated ``factor``: rarely more; inf: nothing is known), 0 when every row was read;
+    mass_read [B, Hq]: share of the (estimated) softmax mass that was read exactly;
+    rows_read [B, Hk]: slot rows read; chosen [B, Hk, S] uint8: 1 = this entry was read (slot
+    entries) or would have to be (evicted ones: fetch these groups and run the step again).
+    ``error_bound <= epsilon`` wherever no evicted entry is chosen.
+    """
+
+    o: Array
+    error_bound: Array
+    mass_read: Array
+    rows_read: Ints
+    chosen: NDArray[np.uint8]
+
+
+def summarise(k: Array, v: Array, *, sound: bool = False) -> tuple[Array, Array]:
+    """The summary entry of one group of rows: k [n, dk], v [n, dv], n >= 1.
+
+    Returns entry [2*dk + dv] float16 = centre_k, spread_k, mean_v, and stats [2] float32 =
+    n, value_spread. All are taken about the *rounded* centre_k and mean_v.
+
+    calibrated  centre_k = mean of k; spread_k = its standard deviation, per channel (about the
+                rounded mean, divisor n); value_spread = sqrt(mean_i |v_i - mean_v|^2)
+    sound       centre_k = middle of the box (min + max) / 2; spread_k = max_i |k_i - centre_k| per
+                channel, rounded *up*; value_spread = max_i |v_i - mean_v|
+    """
+    k, v = np.asarray(k, np.float64), np.asarray(v, np.float64)
+    centre = np.float16((k.min(0) + k.max(0)) / 2 if sound else k.mean(0))
+    away = k - centre.astype(np.float64)
+    mean_v = np.float16(v.mean(0))
+    far = ((v - mean_v.astype(np.float64)) ** 2).sum(1)
+    if sound:
+        exact = np.abs(away).max(0)
+        spread = exact.astype(np.float16)
+        low = spread.astype(np.float64) < exact
+        spread[low] = np.nextafter(spread[low], np.float16(np.inf))
+        value_spread = np.nextafter(np.float32(np.sqrt(far.max())), np.float32(np.inf))
+    else:
+        spread = np.sqrt((away**2).mean(0)).astype(np.float16)
+        value_spread = np.float32(np.sqrt(far.mean()))
+    entry = np.concatenate([centre, spread, mean_v])
+    return entry, np.array([len(k), value_spread], np.float32)
+
+
+def sparse_decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    rows: Ints,
+    summaries: Array,
+    stats: Array,
+    *,
+    scale: float,
+    epsilon: float,
+    factor: float = 1.0,
+    recent: int = 2,
+    sound: bool = False,
+) -> SparseStep:
+    """One decode step (T = 1): the blocks that matter exactly, the rest by their summaries.
+
+    q [B, Hq, dk]; k [B, Hk, C, dk], v [B, Hk, C, dv]: slots whose first ``rows`` [B, Hk] rows count
+    (the step's own row is among them; RoPE is in k, so their order means nothing; what lies behind
+    may be NaN). The slot is cut into M = ceil(C / 32) blocks of 32 rows.
+    summaries [B, Hk, S, 2*dk + dv] float16, stats [B, Hk, S, 2] float32 (see ``summarise``) with
+    S >= M: entry j < M describes slot block j; entries from M on describe groups of evicted rows
+    that are in no slot; a count of 0 means no such group. Of the slot blocks, those with
+    value_spread = inf (sinks, heavy hitters, rows unlike all others) and the last ``recent`` that
+    hold rows are always read; entries of the last ``recent`` and of blocks past ``rows`` are never
+    looked at (they may be NaN).
+
+    Per query head, with q' = scale * q and n, spread of the entry's stats, entry j weighs
+
+        mean_j  = q' . centre_k,    n = count
+        calibrated   var_j = sum_c (q'_c spread_k_c)^2, at most 30
+                     m_j   = n exp(mean_j + var_j / 2)                    estimated mass
+        sound        half_j = sum_c |q'_c| spread_k_c
+                     lo_j, hi_j = n exp(mean_j -+ half_j),  m_j = (lo_j + hi_j) / 2
+
+    With Z = sum of exp(q' . k_i) over rows read + sum of m_j over entries not read, and o = (sum of
+    exp(q' . k_i) v_i + sum of m_j mean_v_j) / Z, the error expected of an entry left unread is
+
+        calibrated   e_j = (m_j / Z)^2 expm1(var_j) / n (spread^2 + |mean_v_j - o|^2) / |o|^2
+                     error_bound = factor sqrt(sum e_j),  limit: sum e_j <= (epsilon/factor)^2
+        sound        e_j = ((hi_j - lo_j) / 2 |mean_v_j - o| + hi_j spread) / (Zlo |o|),
+                     Zlo = mass read + sum of lo_j unread
+                     error_bound = s / (1 - s), s = sum e_j (inf for s >= 1),
+                     limit: sum e_j <= epsilon / (1 + epsilon)
+
+    1. The always-read blocks are read. Every other entry is estimated.
+    2. Each head's e_j are sorted, largest first (ties: the lower index); it chooses the fewest
+       entries from the front such that the sum of the rest is within its limit.
+    3. The blocks chosen by any head of a kv head's group are read for all of them. Evicted entries
+       that are chosen cannot be: they stay estimates (and in error_bound), and no longer count
+       against the limit.
+    4. With the masses now known, e_j of what is unread and not chosen is taken again; while a head
+       of the group breaks its limit, 2 and 3 are repeated for it. After the third time every slot
+       block is read and every evicted entry of a head that still breaks it is chosen.
+
+    A fast form may use fp32 throughout and shift all exponents by a maximum.
+    """
+    B, Hq, _ = q.shape
+    Hk, C = k.shape[1], k.shape[2]
+    S, blocks = summaries.shape[2], -(-C // BLOCK)
+    step = SparseStep(
+        np.zeros((B, Hq, v.shape[-1])),
+        np.zeros((B, Hq)),
+        np.ones((B, Hq)),
+        np.zeros((B, Hk), np.int64),
+        np.zeros((B, Hk, S), np.uint8),
+    )
+    for b, h in np.ndindex(B, Hk):
+        n = int(rows[b, h])
+        used = -(-n // BLOCK)
+        live = stats[b, h, :, 0] > 0
+        live[max(used - recent, 0) : blocks] = False
+        always = np.zeros(S, bool)
+        always[max(used - recent, 0) : used] = True
+        always |= live & np.isinf(stats[b, h, :, 1])
+        group = slice(h * Hq // Hk, (h + 1) * Hq // Hk)
+        state = _Group(
+            np.asarray(q[b, group], np.float64) * scale,
+            np.asarray(k[b, h, :n], np.float64),
+            np.asarray(v[b, h, :n], np.float64),
+            np.where(live[:, None], summaries[b, h], 0).astype(np.float64),
+            np.where(live[:, None], stats[b, h], 0).astype(np.float64),
+            sound,
+        )
+        limit = epsilon / (1 + epsilon) if sound else (epsilon / factor) ** 2
+        chosen, in_slot = always.copy(), np.arange(S) < blocks
+        read = chosen & in_slot
+        for attempt in range(4):
+            open_ = live & ~chosen
+            o, mass_read, e = state.attend(read, live & ~read)
+            broken = [g for g in range(len(e)) if e[g, open_].sum() > limit]
+            if not broken:
+                break
+            for g in broken:
+                rest = np.flatnonzero(open_)
+                order = rest[np.argsort(-e[g, rest], kind="stable")]
+                tail = np.cumsum(e[g, order][::-1])[::-1]
+                chosen[order[tail > limit] if attempt < 3 else order] = True
+            read = chosen & in_slot
+        else:
+            o, mass_read, e = state.attend(read, live & ~read)
+        left = e[:, live & ~read].sum(1)
+        step.o[b, group], step.mass_read[b, group] = o, mass_read
+        with np.errstate(divide="ignore"):
+            bound = np.where(left < 1, left / (1 - left), np.inf) if sound else factor * left**0.5
+        step.error_bound[b, group] = bound
+        step.chosen[b, h] = chosen
+        step.rows_read[b, h] = np.repeat(read[:blocks], BLOCK)[:n].sum()
+    return step
+
+
+class _Group:
+    """The query heads of one kv head: scores of its rows and summaries, in float64."""
+
+    def __init__(self, q: Array, k: Array, v: Array, entry: Array, stats: Array, sound: bool):
+        """q [G, dk] scaled, k [n, dk], v [n, dv], entry [S, 2*dk + dv], stats [S, 2]."""
+        dk = q.shape[1]
+        centre, spread, self.mean_v = np.split(entry, [dk, 2 * dk], axis=1)
+        self.count, self.value_spread, self.sound = stats[:, 0], stats[:, 1], sound
+        self.v, self.score = v, q @ k.T
+        mean = q @ centre.T
+        if sound:
+            half = np.abs(q) @ spread.T
+            self.low, self.high = mean - half, mean + half
+        else:
+            self.var = np.minimum(q**2 @ (spread**2).T, _MAX_VARIANCE)
+            self.low = self.high = mean + self.var / 2
+        top = np.maximum(self.score.max(1), self.high.max(1, initial=-np.inf))[:, None]
+        self.p = np.exp(self.score - top)
+        self.low, self.high = (self.count * np.exp(x - top) for x in (self.low, self.high))
+
+    def attend(self, read: NDArray[np.bool_], unread: NDArray[np.bool_]) -> tuple[Array, ...]:
+        """o [G, dv], mass_read [G], e [G, S] (0 where not ``unread``)."""
+        p = self.p * np.repeat(read, BLOCK)[: self.p.shape[1]]
+        m = np.where(unread, (self.low + self.high) / 2, 0)
+        z = p.sum(1) + m.sum(1)
+        o = (p @ self.v + m @ self.mean_v) / z[:, None]
+        size = np.maximum(np.linalg.norm(o, axis=1), 1e-30)[:, None]
+        away2 = ((self.mean_v - o[:, None]) ** 2).sum(2)
+        if self.sound:
+            z_low = p.sum(1) + np.where(unread, self.low, 0).sum(1)
+            gap = (self.high - self.low) / 2
+            reach = np.where(unread, self.value_spread, 0)
+            e = (gap * np.sqrt(away2) + self.high * reach) / (z_low[:, None] * size)
+        else:
+            spread2 = np.where(unread, self.value_spread, 0) ** 2
+            count = np.maximum(self.count, 1)
+            e = (m / z[:, None]) ** 2 * np.expm1(self.var) / count * (spread2 + away2) / size**2
+        return o, p.sum(1) / z, np.where(unread, e, 0)
