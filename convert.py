@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options
 from build.plan import bytes_text, list_table
 from build.quantize import quantise_speed
 from build.targets import TARGETS
+from build.trials import CalibrationOptions
 from engine_configs.errors import HybridServeError
 from engine_configs.families import read_checkpoint_config
 from engine_configs.names import NamedModel, find_model, known_models
@@ -65,6 +65,10 @@ def main(
     plan: Annotated[bool, typer.Option("--plan", help="Print what it costs and stop")] = False,
     memory_gib: Annotated[float, typer.Option(help="Memory that --plan fills")] = 24.0,
     calibrate: Annotated[bool, typer.Option(help="Measure how prefixes may be replayed")] = True,
+    calibrate_seconds: Annotated[float, typer.Option(help="Time box of the calibration")] = 180.0,
+    calibrate_on: Annotated[
+        str, typer.Option(help="Run it on this served bundle (host:port of gRPC), a faster machine")
+    ] = "",
     import_calibration: Annotated[
         Path | None, typer.Option(help="Calibration measured elsewhere: its JSON or a manifest")
     ] = None,
@@ -106,8 +110,11 @@ def main(
             lowering,
             dtype,
             max_kl,
-            CalibrationOptions() if calibrate and lowering != "standard" else None,
+            CalibrationOptions(seconds=calibrate_seconds)
+            if calibrate and lowering != "standard"
+            else None,
             import_calibration,
+            calibrate_on,
             target,
         )
         started = time.monotonic()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from build.calibrate import CalibrationOptions
 from build.hub import find_checkpoint
 from build.pipeline import Options, Silent, convert
+from build.trials import CalibrationOptions
 from engine_configs.errors import BundleError
 from engine_configs.names import find_model
 from serving.engine.bundle import Bundle

@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from build.lab import Floats, Lab, kl
-from build.tasks import Sample, TaskGenerator
+from build.lab import Floats, Lab
+from build.remote import RemoteModel
+from build.tasks import BOS, CONTROLS, TaskGenerator
+from build.text_tasks import TextTasks
+from build.trials import LENGTHS, TASKS, CalibrationOptions, Prepared, Tasks, Trial, Trials
 from engine_configs.errors import ConfigError
 from engine_configs.spec import HybridSpec
+from serving.engine.bundle import Bundle
 from serving.engine.model import Model
+from serving.engine.text import Text
 from serving.replay.calibration import (
     UNCALIBRATED,
     Calibration,
@@ -35,160 +39,109 @@ from serving.replay.calibration import (
 from serving.replay.checkpoint import DTYPES, CheckpointCodec, unit_norms
 from serving.replay.gate import Estimator
 
-TASKS = ("needle", "mqar", "lww", "copy", "split", "text")
-LENGTHS = (1024, 2048)
-TAILS = (16, 32, 64, 128)
+TAILS = (16, 64)
 RANKING_TAIL = 32
+# A tail of this share of the interval adds little to the way back to the last checkpoint.
+TAIL_OF_INTERVAL = 1 / 8
 ZERO_RATIOS = (0.01, 0.02, 0.05, 0.1)
 SAFE_RATIO = 0.05
 # A model that answers less than this share of the questions says nothing about what replay costs.
 NEEDED_ACCURACY = 0.3
+NEEDED_ROUNDS = 6
+# Units whose effect is measured; a model may have thousands.
+RANKED = 64
+# Choices that fail on fresh samples are followed by the next larger one, this often in all.
+MAX_TRIES = 2
 INTERVALS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 Unit = tuple[int, int]  # (layer, unit)
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """target_*: what a replay must keep; slow_state_budget: bytes of checkpoints over KV bytes;
-    samples: per task and length, once to choose and once to measure; seconds: time box."""
-
-    target_answers: float = 0.99
-    target_kl: float = 0.01
-    slow_state_budget: float = 0.04
-    samples: int = 3
-    seconds: float = 180.0
-    seed: int = 11
-
-
-@dataclass
-class Trial:
-    """One kind of replay over all samples: answers asked, right here and in the exact run, KL."""
-
-    asked: int = 0
-    right: int = 0
-    exact: int = 0
-    kl: list[float] = field(default_factory=list)
-
-    @property
-    def answers(self) -> float:
-        return self.right / max(self.exact, 1)
-
-    @property
-    def kl95(self) -> float:
-        return float(np.quantile(self.kl, 0.95)) if self.kl else 0.0
-
-    def keeps(self, options: CalibrationOptions) -> bool:
-        return self.answers >= options.target_answers and self.kl95 <= options.target_kl
-
-
-@dataclass
-class Prepared:
-    """A prefilled sample: logits of the exact run, where its answers are."""
-
-    lab: Lab
-    sample: Sample
-    rows: NDArray[np.int64]
-    want: NDArray[np.int64]
-    reference: Floats
-
-    def judge(self, trial: Trial) -> float:
-        """Ask after a replay; returns the mean KL."""
-        logits = self.lab.ask(self.sample.suffix, self.rows)
-        divergence = kl(self.reference, logits)
-        if self.sample.task != "text":
-            trial.asked += len(self.want)
-            trial.right += int((logits.argmax(1) == self.want).sum())
-            trial.exact += int((self.reference.argmax(1) == self.want).sum())
-        trial.kl += divergence.tolist()
-        return float(divergence.mean())
-
-
-def can_calibrate(spec: HybridSpec) -> bool:
-    """The generated tasks speak the vocabulary of the trained tiny models."""
-    from build.tasks import VOCAB_SIZE
-
-    return spec.vocab_size == VOCAB_SIZE and bool(spec.state_layers())
+def tasks_of(bundle: Bundle) -> Callable[[int], Tasks]:
+    """The trained tiny models speak symbols of their own; every other model gets English."""
+    text = Text(bundle.path)
+    if text.tokenizer.token_to_id(CONTROLS[0]) == BOS:
+        return TaskGenerator
+    return lambda seed: TextTasks(text.tokenizer, seed, text.encode(""))
 
 
 def calibrate(
-    model: Model, options: CalibrationOptions = CalibrationOptions(),
+    model: Model | RemoteModel,
+    tasks: Callable[[int], Tasks],
+    options: CalibrationOptions,
     advance: Callable[[], None] = lambda: None,
-) -> Calibration:  # fmt: skip
-    """Calls ``advance`` once per sample and pass (see ``num_steps``)."""
-    deadline = time.monotonic() + options.seconds
+) -> Calibration:
+    """``tasks``: makes a generator from a seed; calls ``advance`` once per sample and pass (see
+    ``num_steps``)."""
     labs = {length: Lab(model, length + 512) for length in LENGTHS}
-    effects, norms = _rank(labs, options, advance, deadline)
+    trials = Trials(labs, tasks, options, advance, time.monotonic() + options.seconds)
+    if reason := _cannot(trials):
+        return replace(UNCALIBRATED, verdict=reason)
+    effects, norms = _rank(trials)
     order = sorted(effects, key=lambda u: -effects[u])
-    trials = _search(labs, options, order, advance, deadline)
-    seen = next(iter(trials.values()))
-    if seen.exact < NEEDED_ACCURACY * seen.asked:
-        share = f"{seen.exact} of {seen.asked} questions"
-        return replace(UNCALIBRATED, verdict=f"cannot be judged: the model answers only {share}")
-    count, tail = _fewest(trials, len(order), options)
-    slow = _by_layer(order[:count])
-    dtype = _smallest_dtype(trials, options)
-    layers = _layer_units(model.spec, slow, effects, norms)
-    found = Calibration(
-        status="measured",
-        interval=shortest_interval(
-            model.spec, CheckpointCodec(model.spec, slow, dtype), options.slow_state_budget
-        ),
-        min_tail=tail,
-        dtype=dtype,
-        layers=layers,
-        target_answers=options.target_answers,
-        target_kl=options.target_kl,
-    )
-    return _measure(labs, found, options, advance, deadline)
+    found, seen = UNCALIBRATED, _search(trials, order)
+    for count, tail in _keeping(seen, options)[:MAX_TRIES]:
+        slow, dtype = _by_layer(order[:count]), _smallest_dtype(seen, count, tail, options)
+        codec = CheckpointCodec(model.spec, slow, dtype)
+        interval = shortest_interval(model.spec, codec, options.slow_state_budget)
+        planned = Calibration(
+            status="measured",
+            interval=interval,
+            min_tail=max(tail, int(interval * TAIL_OF_INTERVAL)),
+            dtype=dtype,
+            layers=_layer_units(model.spec, slow, effects, norms),
+            target_answers=options.target_answers,
+            target_kl=options.target_kl,
+        )
+        found, kept = _measure(trials, planned)
+        if kept or time.monotonic() > trials.deadline:
+            break
+    return found
 
 
 def num_steps(options: CalibrationOptions) -> int:
-    return 3 * options.samples * len(TASKS) * len(LENGTHS)
+    return (1 + 3 * options.samples) * len(TASKS) * len(LENGTHS)
 
 
-def _prepare(
-    labs: dict[int, Lab], options: CalibrationOptions, seed: int, tails: Sequence[int],
-    advance: Callable[[], None], deadline: float,
-) -> Iterator[Prepared]:  # fmt: skip
-    """Samples one by one, each prefilled with exact states kept ``tails`` before its end.
+def _cannot(trials: Trials) -> str:
+    """Why this model, or this machine, gives no calibration; '' if it does. One round."""
+    started, right, asked = time.monotonic(), 0, 0
+    for done in trials.run(0, [], rounds=1):
+        if done.sample.task != "text":
+            right, asked = right + done.right, asked + len(done.want)
+    seconds = time.monotonic() - started
+    if right < NEEDED_ACCURACY * asked:
+        return f"cannot be judged: the model answers only {right} of {asked} questions"
+    if seconds * NEEDED_ROUNDS > trials.options.seconds:
+        return (
+            f"not calibrated: one round of samples takes {seconds:.0f} s here, too long for a "
+            f"total of {trials.options.seconds:.0f} s; try --calibrate-on or --calibrate-seconds"
+        )
+    return ""
 
-    Stops early at the deadline, but never before every task was seen once.
+
+def _rank(trials: Trials) -> tuple[dict[Unit, float], dict[Unit, float]]:
+    """Per unit: mean KL when it alone is lost ``RANKING_TAIL`` before the end, and its norm.
+
+    Only the slowest ``RANKED`` of the first sample are tried; what forgets faster is not missed.
     """
-    texts = TaskGenerator(seed)
-    for i in range(options.samples):
-        for length, lab in labs.items():
-            for task in TASKS:
-                if i and time.monotonic() > deadline:
-                    return
-                sample = texts.sample(task, length)
-                lab.prefill(sample.prefix, [length - t for t in tails])
-                rows = np.flatnonzero(sample.answer_mask)
-                rows = rows[rows > 0] - 1
-                lab.exact()
-                reference = lab.ask(sample.suffix, rows)
-                yield Prepared(lab, sample, rows, sample.suffix[rows + 1], reference)
-                advance()
-
-
-def _rank(
-    labs: dict[int, Lab], options: CalibrationOptions, advance: Callable[[], None], deadline: float
-) -> tuple[dict[Unit, float], dict[Unit, float]]:
-    """Per unit: mean KL when it alone is lost ``RANKING_TAIL`` before the end, and its norm."""
-    spec = next(iter(labs.values())).model.spec
+    spec = next(iter(trials.labs.values())).model.spec
     units = {i: m.units() for i, m in spec.state_layers() if m.recurrent_state()}
-    effects: dict[Unit, list[float]] = {(i, u): [] for i, n in units.items() for u in range(n)}
-    norms: dict[Unit, list[float]] = {unit: [] for unit in effects}
-    half = time.monotonic() + (deadline - time.monotonic()) / 2
-    for done in _prepare(labs, options, options.seed, [RANKING_TAIL], advance, half):
+    norms: dict[Unit, list[float]] = {(i, u): [] for i, n in units.items() for u in range(n)}
+    effects: dict[Unit, list[float]] = {}
+    for done in trials.run(1, [RANKING_TAIL], share=0.25):
         start = done.lab.length - RANKING_TAIL
-        for i, count in units.items():
-            sizes = unit_norms(done.lab.kept[start][f"recurrent_state_{i}"], count)
-            for u in range(count):
-                norms[i, u].append(float(sizes[u]))
-                done.lab.without(start, i, u, count)
-                effects[i, u].append(done.judge(Trial()))
+        if not effects:
+            decay = tail_decay(done.lab, 0)
+            slowest = sorted(norms, key=lambda unit: -float(decay[unit[0]][unit[1]]))
+            effects = {unit: [] for unit in slowest[:RANKED]}
+        for (i, u), found in effects.items():
+            done.lab.without(start, i, u, units[i])
+            found.append(done.judge(Trial()))
+        for i, size in state_norms(spec, done.lab.kept[start]).items():
+            for u in range(units[i]):
+                norms[i, u].append(float(size[u]))
     return (
-        {unit: float(np.mean(values)) for unit, values in effects.items()},
+        {unit: float(np.mean(effects.get(unit) or [0.0])) for unit in norms},
         {unit: float(np.mean(values)) for unit, values in norms.items()},
     )
 
@@ -198,42 +151,37 @@ def _counts(total: int) -> list[int]:
     return sorted(set(steps))
 
 
-def _search(
-    labs: dict[int, Lab], options: CalibrationOptions, order: list[Unit],
-    advance: Callable[[], None], deadline: float,
-) -> dict[tuple[int, int, str], Trial]:  # fmt: skip
-    """Trials by (slow units, tail, dtype): all counts in fp32, the dtypes at every count."""
-    spec = next(iter(labs.values())).model.spec
-    trials: dict[tuple[int, int, str], Trial] = {}
-    for done in _prepare(labs, options, options.seed + 1, TAILS, advance, deadline):
+def _search(trials: Trials, order: list[Unit]) -> dict[tuple[int, int, str], Trial]:
+    """Trials by (slow units, tail, dtype)."""
+    spec = next(iter(trials.labs.values())).model.spec
+    seen: dict[tuple[int, int, str], Trial] = {}
+    for done in trials.run(2, TAILS, share=0.5):
         for count in _counts(len(order)):
             slow = _by_layer(order[:count])
             for dtype in DTYPES if count else ("fp16",):
                 codec = CheckpointCodec(spec, slow, dtype)
                 for tail in TAILS:
-                    trial = trials.setdefault((count, tail, dtype), Trial())
+                    trial = seen.setdefault((count, tail, dtype), Trial())
                     done.lab.split_start(done.lab.length - tail, codec)
                     done.judge(trial)
-    return trials
+    return seen
 
 
-def _fewest(
-    trials: dict[tuple[int, int, str], Trial], total: int, options: CalibrationOptions
-) -> tuple[int, int]:
-    """The fewest slow units, then the shortest tail, that keep the target in some dtype."""
-    for count in _counts(total):
-        for tail in TAILS:
-            kinds = [t for (c, r, _), t in trials.items() if (c, r) == (count, tail)]
-            if any(t.keeps(options) for t in kinds):
-                return count, tail
-    return total, TAILS[-1]
+def _keeping(
+    seen: dict[tuple[int, int, str], Trial], options: CalibrationOptions
+) -> list[tuple[int, int]]:
+    """(slow units, shortest tail) that keep the target in some dtype, fewest units first; all
+    units where none do."""
+    kept = [(c, r) for (c, r, _), trial in seen.items() if trial.keeps(options)]
+    shortest = dict(sorted(kept, reverse=True))
+    return sorted(shortest.items()) or [max((c, r) for c, r, _ in seen)]
 
 
-def _smallest_dtype(trials: dict[tuple[int, int, str], Trial], options: CalibrationOptions) -> str:
-    total = max(count for count, _, _ in trials)
-    count, tail = _fewest(trials, total, options)
-    kept = [d for d in DTYPES if (t := trials.get((count, tail, d))) and t.keeps(options)]
-    return kept[0] if kept else ("fp16" if count == 0 else "fp32")
+def _smallest_dtype(
+    seen: dict[tuple[int, int, str], Trial], count: int, tail: int, options: CalibrationOptions
+) -> str:
+    kinds = {d: t for d in DTYPES if (t := seen.get((count, tail, d)))}
+    return next((d for d, t in kinds.items() if t.keeps(options)), list(kinds)[-1])
 
 
 def shortest_interval(spec: HybridSpec, codec: CheckpointCodec, budget: float) -> int:
@@ -261,11 +209,9 @@ def _layer_units(
     )
 
 
-def _measure(
-    labs: dict[int, Lab], found: Calibration, options: CalibrationOptions,
-    advance: Callable[[], None], deadline: float,
-) -> Calibration:  # fmt: skip
-    """Fresh samples: the curve, both gates, and the verdict."""
+def _measure(trials: Trials, found: Calibration) -> tuple[Calibration, bool]:
+    """Fresh samples: the curve, both gates, the verdict; and whether the target was kept."""
+    labs, options = trials.labs, trials.options
     spec = next(iter(labs.values())).model.spec
     codec, estimator = CheckpointCodec.of(spec, found), Estimator(found)
     split_tails = sorted({max(1, found.min_tail // 2), found.min_tail, 2 * found.min_tail})
@@ -285,8 +231,8 @@ def _measure(
         estimate = estimator.estimate(tail_decay(done.lab, start), norms, split=split)
         pairs[split].append((estimate, error))
 
-    tails = [*split_tails, *(t for ts in zero_tails.values() for t in ts)]
-    for done in _prepare(labs, options, options.seed + 2, tails, advance, deadline):
+    tails = {length: [*split_tails, *zero] for length, zero in zero_tails.items()}
+    for done in trials.run(3, tails):
         for tail in split_tails:
             run(done, tail, 0.0, split=True)
         for ratio, tail in zip(ZERO_RATIOS, zero_tails[done.lab.length], strict=True):
@@ -301,7 +247,8 @@ def _measure(
         found, curve=points, split=gates[True], zero=gates[False], safe=safe.keeps(options)
     )
     final = curve[found.slow_units, found.min_tail, 0.0]
-    return replace(result, verdict=verdict(result, final, safe, spec, codec))
+    text = verdict(result, final, safe, spec, codec)
+    return replace(result, verdict=text), final.keeps(options)
 
 
 def state_norms(spec: HybridSpec, states: dict[str, Floats]) -> dict[int, Floats]:

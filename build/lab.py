@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from build.remote import RemoteModel
 from serving.engine.model import Model, prefill_step
 from serving.engine.slots import SlotClass
 from serving.replay.checkpoint import CheckpointCodec
@@ -24,7 +25,7 @@ CHUNK = 512
 class Lab:
     """A prefix in a slot: its exact K/V stay, its linear states come and go."""
 
-    def __init__(self, model: Model, capacity: int) -> None:
+    def __init__(self, model: Model | RemoteModel, capacity: int) -> None:
         self.model, self.slots = model, SlotClass(model.spec, capacity, 1)
         self.length = 0
         self.prefix: Tokens = np.zeros(0, np.int64)

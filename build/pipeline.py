@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,18 +19,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from build import parity
-from build.calibrate import (
-    CalibrationOptions,
-    calibrate,
-    can_calibrate,
-    import_calibration,
-    num_steps,
-)
+from build.calibrate import calibrate, import_calibration, num_steps, tasks_of
 from build.checkpoint import Checkpoint, RandomWeights, Weights
 from build.graph import build_graph
+from build.remote import RemoteModel
 from build.repository import write_repository
 from build.reuse import Sources, earlier, link_files, measurements
 from build.store import ExternalWeights, atomic_directory
+from build.trials import CalibrationOptions
 from engine_configs.families.weights import Family
 from plugins.onnx_graph import OPSET
 from serving.engine.bundle import FORMAT, Bundle
@@ -68,6 +64,7 @@ class Options:
     max_kl: float = 0.1
     calibration: CalibrationOptions | None = None
     import_calibration: Path | None = None
+    calibrate_on: str = ""
     target: str = "onnx"
 
 
@@ -194,14 +191,15 @@ def calibration_of(options: Options, scratch: Path, progress: Progress) -> dict[
     """How prefixes may be replayed: measured here, imported, or not known."""
     if options.import_calibration:
         return {"calibration": import_calibration(options.import_calibration).to_json()}
-    wanted = options.calibration
-    if wanted is None or options.checkpoint is None:
+    wanted, spec = options.calibration, options.family.spec
+    if wanted is None or options.checkpoint is None or not spec.state_layers():
         return {"calibration": UNCALIBRATED.to_json()}
-    if not can_calibrate(options.family.spec):
-        verdict = "not calibrated: no retrieval task here speaks this model's vocabulary"
-        return {"calibration": replace(UNCALIBRATED, verdict=verdict).to_json()}
+    bundle = Bundle.open(scratch)
+    model: Model | RemoteModel = Model(bundle)
+    if options.calibrate_on:
+        model = RemoteModel(options.calibrate_on, spec, bundle.manifest["digest"])
     with progress.stage("calibration of tail replay", num_steps(wanted)) as advance:
-        found = calibrate(Model(Bundle.open(scratch)), wanted, advance)
+        found = calibrate(model, tasks_of(bundle), wanted, advance)
     return {"calibration": found.to_json()}
 
 

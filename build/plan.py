@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from build.calibrate import CalibrationOptions, shortest_interval
+from build.calibrate import shortest_interval
+from build.trials import CalibrationOptions
 from engine_configs.names import NamedModel
 from engine_configs.spec import HybridSpec
 from serving.engine.profiles import BLOCK_TOKENS, PROFILES

@@ -19,11 +19,14 @@ _ENGINE_INPUTS = (
     Tensor("tokens", "INT64", many=True),
     Tensor("args", "STRING"),
     Tensor("op", "STRING"),
+    Tensor("states", "FP32", many=True),
 )
 _ENGINE_OUTPUTS = (
     Tensor("token_ids", "INT64", many=True),
     Tensor("log_probs", "FP32", many=True),
     Tensor("result", "STRING"),
+    Tensor("logits", "FP32", many=True),
+    Tensor("states", "FP32", many=True),
 )
 _CACHE_INPUTS = (Tensor("call", "STRING"), Tensor("tokens", "INT64", many=True))
 _CACHE_OUTPUTS = (

@@ -41,7 +41,8 @@ class Sources:
             _identity(options.checkpoint) or f"random {options.seed}",
             _code(GRAPH_CODE),
         )
-        wanted = (options.calibration, _identity(options.import_calibration), options.max_kl)
+        imported = _identity(options.import_calibration)
+        wanted = (options.calibration, imported, options.calibrate_on, options.max_kl)
         return cls(graph, _hash(graph, repr(wanted), _code(SERVING_CODE)))
 
     def to_json(self) -> dict[str, str]:

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from build.calibrate import TASKS, state_norms, tail_decay
+from build.calibrate import state_norms, tail_decay
 from build.lab import Lab, kl
 from build.tasks import TaskGenerator
+from build.trials import TASKS
 from serving.engine.bundle import Bundle
 from serving.engine.model import Model
 from serving.prefix_cache import EXACT, Match, MissReason, StateRef

@@ -64,6 +64,7 @@ OUTPUTS = (
     Tensor("computed_tokens", "INT64"),
     Tensor("replay_error", "FP32"),
     Tensor("replay_source", "STRING"),
+    Tensor("replay_reason", "STRING"),
     Tensor("miss_reason", "STRING"),
 )
 KNOWN = {t.name: t for t in INPUTS}

@@ -42,7 +42,7 @@ class EngineConfig:
     max_seq_len: longest sequence served; slots: how many of each capacity class (None: as many
     as ``slot_bytes`` allows, at most ``max_batch``); chunk: tokens of one prefill run, chunks end
     at absolute multiples of it; max_waiting: requests admitted but without a slot; threads: of
-    the runtime (0 = all cores).
+    the runtime (0 = all cores); calibration: let ``convert.py --calibrate-on`` run steps here.
     """
 
     max_seq_len: int = 8192
@@ -51,6 +51,7 @@ class EngineConfig:
     chunk: int = 512
     max_waiting: int = 256
     threads: int = 0
+    calibration: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_batch", "slot_bytes", "chunk", "max_waiting"):

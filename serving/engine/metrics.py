@@ -10,6 +10,7 @@ OUTCOMES = ("ok", "cancelled", "error", "refused")
 TOKENS = ("prompt", "cached", "replayed", "computed", "generated")
 SOURCES = ("state", "split", "tail", "recompute")
 _TTFT = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
+_REPLAY_ERROR = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
 _INTER_TOKEN = [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 
 
@@ -56,6 +57,10 @@ class EngineMetrics:
             "hybrid_inter_token_seconds", "Mean time between an answer's tokens", _INTER_TOKEN
         )
 
+        self._replay_error = registry.histogram(
+            "hybrid_replay_error", "Expected logit KL of approximate replays", _REPLAY_ERROR
+        )
+
     def outcome(self, name: str) -> None:
         self._outcomes[name].increment(1)
 
@@ -76,6 +81,8 @@ class EngineMetrics:
             if count:
                 self._tokens[kind].increment(count)
         self._sources[usage.replay_source].increment(1)
+        if self._replay_error is not None and usage.replay_error > 0:
+            self._replay_error.observe(usage.replay_error)
         if self._ttft is not None:
             self._ttft.observe(usage.first_token_seconds)
         if self._inter_token is not None and usage.generated_tokens > 1:

@@ -6,6 +6,7 @@ runs the steps of all sequences together. Only the generator touches its sequenc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -169,12 +170,12 @@ class RequestPath:
             sums = yield Prefill(low, high, append=False, decay_sums=guess)
             for name, value in sums.items() if isinstance(sums, dict) else ():
                 total[name] = value[0] + total.get(name, 0)
-        usage.replay_error = plan.error
-        if guess and total:
-            usage.replay_error = self.prefixes.replay_error(plan, total, loaded)
-            if seq.request.replay.mode is ReplayMode.BOUNDED:
-                return usage.replay_error <= seq.request.replay.amount
-        return True
+        error = plan.error
+        if guess:
+            error = self.prefixes.replay_error(plan, total, loaded) if total else math.inf
+        usage.replay_error = error if math.isfinite(error) else -1.0
+        bounded = seq.request.replay.mode is ReplayMode.BOUNDED
+        return error <= seq.request.replay.amount if guess and bounded else True
 
     def _settled(self, seq: Sequence, hit: Hit, plan: ReplayPlan) -> int:
         """Note what was reused; where another request may part ways again, keep the state."""
@@ -182,7 +183,9 @@ class RequestPath:
         usage.cached_tokens, usage.replayed_tokens = plan.hit_len, plan.replayed
         usage.computed_tokens, usage.replay_source = plan.computed, str(plan.source)
         usage.derived = not plan.provenance.exact
-        seq.provenance = plan.provenance
+        if usage.derived:  # what is stored from here on carries the error that was seen
+            error = usage.replay_error if usage.replay_error >= 0 else math.inf
+            seq.provenance = plan.provenance._replace(estimate=error)
         shared = hit.match.exact_hit_len if plan.provenance.exact else plan.hit_len
         if shared >= MARK_TOKENS and all(s.position != shared for s in hit.match.states):
             seq.states[shared] = []

@@ -7,6 +7,7 @@ error of the request.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -179,12 +180,13 @@ class Prefixes:
         return None
 
     def replay_error(self, plan: ReplayPlan, decay_sums: dict[str, Any], norms: Norms) -> float:
-        """The calibrated error of a replay that has run, its context's included; -1 unknown.
+        """The calibrated error of a replay that has run, its context's included; infinite
+        where it is not known.
 
         decay_sums [units] by graph output name; norms: of the checkpoint it started from.
         """
         if not self.calibration.known:
-            return -1.0
+            return math.inf
         split = plan.source is ReplaySource.SPLIT
         sums = {int(name.rsplit("_", 1)[1]): value for name, value in decay_sums.items()}
         estimate = self._estimator.estimate(sums, norms or None, split=split)

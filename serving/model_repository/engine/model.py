@@ -30,6 +30,7 @@ from serving.engine.metrics import EngineMetrics
 from serving.engine.model import Model
 from serving.engine.prefix import Prefixes
 from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
+from serving.engine.steps import StepServer
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 from serving.prefix_cache.rpc import Call, RemoteIndex, Reply
 from serving.replay.cost import measure_cost
@@ -64,6 +65,7 @@ class TritonPythonModel:
         model = Model(bundle, config.threads)
         prefixes = Prefixes(bundle, RemoteIndex(send), measure_cost(model))
         self.engine = Engine(model, config, prefixes)
+        self.steps = StepServer(model, self.engine.max_seq_len) if config.calibration else None
         self.metrics = EngineMetrics(edge.Metrics())
         self.open: dict[str, Outbox] = {}
         self.events: Events = queue.SimpleQueue()
@@ -80,7 +82,11 @@ class TritonPythonModel:
 
     def admit(self, request: Any, sender: Any) -> None:
         args = json.loads(edge.text(request, "args") or "{}")
-        if op := edge.text(request, "op"):
+        op = edge.text(request, "op")
+        if op == "step":
+            self.step(request, sender, args)
+            return
+        if op:
             for name in args["ids"]:
                 if stream := self.open.get(name):
                     stream.complete |= op == "stop"
@@ -106,6 +112,21 @@ class TritonPythonModel:
             stream.put(e)
         except Exception as e:  # not to the caller of this: the stream has its first response
             stream.put(HybridServeError(f"{type(e).__name__}: {e}"))
+
+    def step(self, request: Any, sender: Any, args: dict[str, Any]) -> None:
+        """One step of a calibration that runs elsewhere; requests wait meanwhile."""
+        if self.steps is None:
+            raise RequestError(
+                "calibration is off on this server",
+                fix="Set the parameter calibration of the engine model to true",
+            )
+        tokens, states = (edge.array(request, n) for n in ("tokens", "states"))
+        if tokens is None or states is None:
+            raise RequestError("tokens and states are needed")
+        logits, after, sums = self.steps.run(args, tokens, states)
+        outputs = [edge.tensor("logits", "FP32", logits), edge.tensor("states", "FP32", after)]
+        outputs.append(_result({"decay_sums": sums}))
+        sender.send(edge.response(outputs), flags=edge.FINAL)
 
     def refuse(self, sender: Any, error: Exception) -> None:
         self.metrics.outcome("refused")
