@@ -1,4 +1,4 @@
-"""HybridSpec → ONNX graph. One builder; the lowering only changes how our two ops are written.
+"""HybridSpec → ONNX graph. One builder; the lowering only changes how our ops are written.
 
 B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i a layer:
 
@@ -19,6 +19,13 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     -> query_i                       [B, T, Hq*dk]       what attention layer i asks for: after
                                                          norm and RoPE (``ort`` lowering only)
 
+In the ``tensorrt`` lowering kv_append is int32 (not 0: append), there is no total_len, and K/V rows
+lie in blocks of a pool:
+
+    block_table                      [B, M] int32        row t lies in block block_table[b, t // R]
+    key_pool_i, value_pool_i         [P, R, Hk, dk]      bf16 or fp16, P blocks of R rows
+    -> present_{key,value}_pool_i    alias the inputs
+
 Padding tokens (t >= valid_len) leave every state as it was; their K/V rows are written past the
 end of the sequence, where the next step overwrites them.
 """
@@ -34,6 +41,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from build.half import HALF_DTYPES, Half, narrow
 from build.mixers import MIXERS, StepInputs, rms_norm
 from build.quantize import Blocks, Plain, external_alias, storage
 from engine_configs.spec import Block, Branch, HybridSpec
@@ -55,7 +63,7 @@ class GraphBuilder(Nodes):
         lowering: str,
         weights: Plain | Blocks,
     ) -> None:
-        super().__init__(lowering)
+        super().__init__(lowering, weights.half if isinstance(weights, Half) else TensorProto.FLOAT)
         self.spec, self.read, self.weights = spec, read, weights
         self._external = external
         self.inputs: list[onnx.ValueInfoProto] = []
@@ -104,7 +112,15 @@ class GraphBuilder(Nodes):
         """A stack of matrices [E, out, in], each as it is or as [in, out]."""
         name, stack = f"{path}.weight", self.read(path)
         stack = stack.transpose(0, 2, 1) if transpose else stack
-        return self.store(name, stack)
+        return self.store(name, narrow(stack, self.half))
+
+    def matmul(self, x: str, stored: str, path: str) -> str:
+        """``x @ stored`` in the precision of a stored weight; fp32 before and after."""
+        if self.half == TensorProto.FLOAT:
+            return str(self.op("MatMul", [x, stored], path))
+        half = self.cast(x, self.half, f"{path}/half")
+        product = self.op("MatMul", [half, stored], f"{path}/product")
+        return self.cast(product, TensorProto.FLOAT, path)
 
 
 def build_graph(
@@ -115,7 +131,8 @@ def build_graph(
     dtype: str = "fp32",
 ) -> onnx.ModelProto:
     """The whole model as one graph (see the module docstring for its inputs and outputs)."""
-    g = GraphBuilder(spec, read, external, lowering, storage(dtype))
+    weights = Half(dtype) if dtype in HALF_DTYPES else storage(dtype)
+    g = GraphBuilder(spec, read, external, lowering, weights)
     step = _step_inputs(g)
     x = g.weights.embed(g, step.input_ids, "embed", "/embed")
     x = _scaled(g, x, spec.embedding_scale, "/embed/scale")
@@ -124,9 +141,8 @@ def build_graph(
         for block in blocks:
             x = _block(g, step, i, block, x)
     _logits(g, step, x)
-    domains = [helper.make_opsetid("", OPSET)]
-    if lowering == "ort":
-        domains += [helper.make_opsetid(ORT_DOMAIN, 1), helper.make_opsetid(DOMAIN, 1)]
+    ours = {"ort": (ORT_DOMAIN, DOMAIN), "tensorrt": (DOMAIN,), "standard": ()}[lowering]
+    domains = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in ours)]
     graph = helper.make_graph(
         g.nodes,
         spec.model_type,
@@ -148,11 +164,13 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
     ids = g.input("input_ids", ["B", "T"], int64)
     positions = g.input("position_ids", ["B", "T"], int64)
     seqlens = g.input("seqlens", ["B"], int32)
-    total = g.input("total_len", [], int32)
+    paged = g.lowering == "tensorrt"
+    total = "" if paged else g.input("total_len", [], int32)
     valid = g.input("valid_len", ["B"], int64)
-    append = g.input("kv_append", [1], int64)
+    append = g.input("kv_append", [1], int32 if paged else int64)
+    table = g.input("block_table", ["B", "M"], int32) if paged else ""
     rows = g.input("logit_rows", ["N"], int64)
-    last = g.op("Sub", [seqlens, g.const(1, np.int32)], "/step/last_row")
+    last = "" if paged else g.op("Sub", [seqlens, g.const(1, np.int32)], "/step/last_row")
     length = g.op("Shape", [ids], "/step/length", start=1, end=2)
     scalar = g.op("Squeeze", [length], "/step/length_scalar")
     index = g.op("Range", [g.const(0), scalar, g.const(1)], "/step/index")
@@ -160,7 +178,7 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
     less = g.op("Less", [index, column], "/step/valid")
     mask2d = g.op("Cast", [less], "/step/valid_float", to=TensorProto.FLOAT)
     mask = g.op("Unsqueeze", [mask2d, g.const([2])], "/step/mask")
-    return StepInputs(ids, positions, last, total, column, append, rows, mask)
+    return StepInputs(ids, positions, last, total, column, append, rows, mask, seqlens, table)
 
 
 def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:

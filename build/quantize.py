@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 # (nodes, x [rows, in], expert number, node path) -> x @ W[expert]^T [rows, out]
 ExpertLinear = Callable[[Nodes, str, str, str], str]
 # Projections that set decays, gates of the recurrence and routing: small, and errors compound.
-_KEEP = ("a_proj", "b_proj", "a_a_proj", "a_b_proj", "dt_proj", "x_proj", "router", "shared_gate")
+KEEP = ("a_proj", "b_proj", "a_a_proj", "a_b_proj", "dt_proj", "x_proj", "router", "shared_gate")
 _SMALL = 4096
 _BLOCK = 32
 _ROWS = 4096  # quantised at a time, so that temporaries stay small
@@ -72,7 +72,7 @@ class Blocks:
         return f"int{self.bits}"
 
     def linear(self, g: GraphBuilder, x: str, path: str, node: str, weight: Floats) -> str:
-        kept = path.rsplit(".", 1)[-1] in _KEEP
+        kept = path.rsplit(".", 1)[-1] in KEEP
         if kept or weight.size < _SMALL or min(weight.shape) < _BLOCK:
             return Plain().linear(g, x, path, node, weight)
         packed, scales = self._store(g, path, weight)

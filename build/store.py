@@ -35,12 +35,13 @@ class ExternalWeights:
 
     def add(self, name: str, value: NDArray[Any]) -> onnx.TensorProto:
         value = np.ascontiguousarray(value)
-        digest = hashlib.blake2b(value.data, digest_size=16).digest()
+        raw = value.reshape(-1).view(np.uint8).data  # Python's buffers know no bfloat16
+        digest = hashlib.blake2b(raw, digest_size=16).digest()
         self._hash.update(digest)
         if digest not in self._offsets:
             self._file.write(b"\0" * (-self._file.tell() % _ALIGN))
             self._offsets[digest] = self._file.tell()
-            self._file.write(value.data)
+            self._file.write(raw)
         tensor = onnx.TensorProto(
             name=name,
             data_type=helper.np_dtype_to_tensor_dtype(value.dtype),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 24
 DOMAIN = "hybrid"
@@ -19,11 +19,12 @@ class Nodes:
     """Emits nodes named by path; a value carries the name of the node that makes it.
 
     ``lowering`` decides how our own ops are written: ``ort`` as nodes of domain ``hybrid`` with a
-    FunctionProto body, ``standard`` as plain ai.onnx nodes.
+    FunctionProto body, ``tensorrt`` as nodes that are TensorRT plugins, with a body in ai.onnx for
+    whoever has no plugin, ``standard`` as plain ai.onnx nodes. ``half``: what plugins read.
     """
 
-    def __init__(self, lowering: str) -> None:
-        self.lowering = lowering
+    def __init__(self, lowering: str, half: int = TensorProto.FLOAT) -> None:
+        self.lowering, self.half = lowering, half
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}
         self.functions: dict[str, onnx.FunctionProto] = {}
@@ -67,6 +68,33 @@ class Nodes:
         outputs[list(outputs).index(value)] = name
         return name
 
+    def cast(self, x: str, kind: int, path: str) -> str:
+        return str(self.op("Cast", [x], path, to=kind))
+
+    def plugin(
+        self,
+        op_type: str,
+        inputs: Sequence[str],
+        path: str,
+        outputs: Sequence[str],
+        body: Callable[[], onnx.FunctionProto],
+        **attributes: Any,
+    ) -> None:
+        """A node that TensorRT takes for the plugin of this name. ``body`` depends on attributes:
+        those of the first node make the function, those that differ an overload of it."""
+        attributes |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
+        made = body()
+        same = (f for f in self.functions.values() if f.node == made.node)
+        known = next(same, None) or self._overload(made)
+        self.op(op_type, inputs, path, outputs=outputs, domain=DOMAIN, **attributes)
+        self.nodes[-1].overload = known.overload
+
+    def _overload(self, made: onnx.FunctionProto) -> onnx.FunctionProto:
+        count = sum(f.name == made.name for f in self.functions.values())
+        made.overload = str(count + 1) if count else ""
+        self.functions[f"{made.name}.{made.overload}"] = made
+        return made
+
     def slice(self, x: str, start: Any, end: Any, axis: int, path: str) -> str:
         """``x[start:end]`` along ``axis``; bounds are ints or names of [1] int64 values."""
         bounds = [b if isinstance(b, str) else self.const([b]) for b in (start, end)]
@@ -92,6 +120,26 @@ def function(
         list(nodes),
         [helper.make_opsetid("", OPSET), helper.make_opsetid(ORT_DOMAIN, 1)],
         attributes=list(attributes),
+    )
+
+
+def standard_function(
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    body: Nodes,
+    attributes: Sequence[str] = (),
+) -> onnx.FunctionProto:
+    """A body in ai.onnx alone, its constants inside; a plugin's node has two more attributes."""
+    constants = [helper.make_node("Constant", [], [n], value=t) for n, t in body.constants.items()]
+    return helper.make_function(
+        DOMAIN,
+        name,
+        list(inputs),
+        list(outputs),
+        [*constants, *body.nodes],
+        [helper.make_opsetid("", OPSET)],
+        attributes=[*attributes, "plugin_namespace", "plugin_version"],
     )
 
 

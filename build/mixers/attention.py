@@ -11,6 +11,8 @@ from build.mixers.common import StepInputs, node_path, per_head, rms_norm
 from engine_configs.mixers import AttentionMixer
 from engine_configs.spec import Attention, LatentAttention, Rope
 from plugins.compressed_sparse_attention.node import compressed_sparse_attention
+from plugins.compressed_sparse_attention.paged import paged_attention
+from serving.engine.profiles import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from build.graph import GraphBuilder
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
 def attention(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Attention, x: str) -> str:
     """The K/V rows of the step go into the slot unless replaying."""
     node = node_path(path)
-    # Sliced before the projections: a replay pays nothing for keys and values it must not write.
-    new = g.slice(x, 0, step.kv_append, 1, f"{node}/kv_rows")
+    new = _kv_rows(g, step, x, f"{node}/kv_rows")
     q = g.linear(x, f"{path}.q_proj")
     k = g.linear(new, f"{path}.k_proj")
     v = g.linear(new, f"{path}.v_proj")
@@ -30,8 +31,7 @@ def attention(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Attention
     if m.rope:
         cos, sin = _rope_tables(g, step, m.rope)
         rows = [
-            g.slice(t, 0, step.kv_append, 1, f"{node}/rope_rows/{n}")
-            for t, n in ((cos, "cos"), (sin, "sin"))
+            _kv_rows(g, step, t, f"{node}/rope_rows/{n}") for t, n in ((cos, "cos"), (sin, "sin"))
         ]
         q = _rotate(g, q, [cos, sin], m, m.num_heads, f"{node}/q_rope")
         k = _rotate(g, k, rows, m, m.num_kv_heads, f"{node}/k_rope")
@@ -50,7 +50,7 @@ def latent_attention(
     q' = [k_b^T q_nope | q_shared], o = v_b (softmax(q' K) V) per head.
     """
     node = node_path(path)
-    new = g.slice(x, 0, step.kv_append, 1, f"{node}/kv_rows")
+    new = _kv_rows(g, step, x, f"{node}/kv_rows")
     sizes = g.const([m.kv_rank, m.shared_dim])
     joined = g.linear(new, f"{path}.kv_a_proj")
     latent, shared = g.op("Split", [joined, sizes], f"{node}/kv_split", outputs=2, axis=-1)
@@ -73,6 +73,12 @@ def latent_attention(
     return g.linear(o, f"{path}.o_proj")
 
 
+def _kv_rows(g: GraphBuilder, step: StepInputs, x: str, path: str) -> str:
+    """The rows whose K/V is written, cut before the projections: a replay pays nothing for keys
+    and values that it must not write. A plugin is told so instead."""
+    return x if g.lowering == "tensorrt" else g.slice(x, 0, step.kv_append, 1, path)
+
+
 def _attend(
     g: GraphBuilder,
     step: StepInputs,
@@ -83,6 +89,23 @@ def _attend(
     k: str,
     v: str,
 ) -> str:
+    window = m.window if isinstance(m, Attention) else None
+    if g.lowering == "tensorrt":
+        pool = ["P", BLOCK_TOKENS, m.num_kv_heads, m.head_dim]
+        past = [g.input(f"{n}_pool_{i}", pool, g.half) for n in ("key", "value")]
+        key, value = (g.output(f"present_{name}", pool, g.half) for name in past)
+        return paged_attention(
+            g,
+            node,
+            [q, k, v, *past, step.block_table, step.seqlens, step.kv_append],
+            (key, value),
+            layer=i,
+            num_heads=m.num_heads,
+            num_kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            scale=m.scale,
+            window=window,
+        )
     if g.lowering == "ort":  # a value that is there anyhow: it costs nothing unless asked for
         q = g.rename(q, g.output(f"query_{i}", ["B", "T", m.num_heads * m.head_dim]))
     slot = ["B", m.num_kv_heads, "C", m.head_dim]
@@ -97,7 +120,7 @@ def _attend(
         num_kv_heads=m.num_kv_heads,
         head_dim=m.head_dim,
         scale=m.scale,
-        window=m.window if isinstance(m, Attention) else None,
+        window=window,
     )
 
 

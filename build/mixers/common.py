@@ -26,6 +26,8 @@ class StepInputs:
     kv_append: str  # [1]
     logit_rows: str
     mask: str  # [B, T, 1] fp32, 0 at padding
+    seqlens: str = ""  # [B] int32
+    block_table: str = ""  # [B, M] int32, ``tensorrt`` only
     embedded: str = ""  # [B, T, H], what the first layer reads
 
 
@@ -78,7 +80,7 @@ def activate(g: Nodes, x: str, kind: str, path: str) -> str:
 def per_head(g: GraphBuilder, x: str, weight: str, path: str) -> str:
     """x [B, T, H, a] times weight [H, a, b] → [B, T, H, b]."""
     heads = g.op("Transpose", [x], f"{path}/heads", perm=[0, 2, 1, 3])
-    product = g.op("MatMul", [heads, weight], path)
+    product = g.matmul(heads, weight, path)
     return str(g.op("Transpose", [product], f"{path}/back", perm=[0, 2, 1, 3]))
 
 

@@ -4,14 +4,25 @@ Inputs   q [B, T, Hq*dk], k [B, T, Hq*dk], v [B, T, Hv*dv], past_state [B, Hv, d
          log_decay [B, T, Hv] or [B, T, Hv*dk] ('' unless gated), beta [B, T, Hv] ('' unless delta)
 Outputs  o [B, T, Hv*dv], present_state [B, Hv, dk, dv] (may alias past_state)
 Attributes  update_rule, q_num_heads (Hq), kv_num_heads (Hv), scale, chunk_size
+
+As a TensorRT plugin: q, k, v and o in half precision, inputs that the rule does not need left out.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
-from plugins.onnx_graph import DOMAIN, ORT_DOMAIN, Nodes, function, pass_attributes
+from plugins.onnx_graph import (
+    DOMAIN,
+    ORT_DOMAIN,
+    Nodes,
+    function,
+    pass_attributes,
+    standard_function,
+)
 
 NAME = "LinearStateReplay"
 _INPUTS = ["q", "k", "v", "past_state", "log_decay", "beta"]
@@ -50,20 +61,43 @@ def linear_state_replay(
         return _scan(
             g, path, inputs, present_state, update_rule, q_heads, v_heads, key_dim, value_dim, scale
         )
+    attributes = {
+        "update_rule": update_rule,
+        "q_num_heads": q_heads,
+        "kv_num_heads": v_heads,
+        "scale": scale,
+        "chunk_size": 64,
+    }
+    if g.lowering == "tensorrt":
+        sizes = (q_heads, v_heads, key_dim, value_dim)
+        return _plugin(g, path, inputs, present_state, sizes, attributes)
     g.functions[NAME] = body()
-    o, _ = g.op(
-        NAME,
-        inputs,
-        path,
-        outputs=[path, present_state],
-        domain=DOMAIN,
-        update_rule=update_rule,
-        q_num_heads=q_heads,
-        kv_num_heads=v_heads,
-        scale=scale,
-        chunk_size=64,
-    )
-    return str(o)
+    g.op(NAME, inputs, path, outputs=[path, present_state], domain=DOMAIN, **attributes)
+    return path
+
+
+def _plugin(
+    g: Nodes,
+    path: str,
+    inputs: list[str],
+    present_state: str,
+    sizes: tuple[int, int, int, int],
+    attributes: dict[str, Any],
+) -> str:
+    rule, scale, half = attributes["update_rule"], attributes["scale"], g.half
+
+    def standard() -> onnx.FunctionProto:
+        b = Nodes("standard")
+        given = [n if i else "" for n, i in zip(_INPUTS, inputs, strict=True)]
+        wide = [b.cast(n, TensorProto.FLOAT, f"{n}/fp32") for n in given[:3]]
+        o = _scan(b, "scan", [*wide, *given[3:]], _OUTPUTS[1], rule, *sizes, scale)
+        b.op("Cast", [o], "scan/o/half", outputs=_OUTPUTS[:1], to=half)
+        return standard_function(NAME, [n for n in given if n], _OUTPUTS, b, list(_ATTRIBUTES))
+
+    narrow = [g.cast(x, half, f"{path}/{n}/half") for x, n in zip(inputs[:3], "qkv", strict=True)]
+    outputs = [f"{path}/o/half", present_state]
+    g.plugin(NAME, [*narrow, *(x for x in inputs[3:] if x)], path, outputs, standard, **attributes)
+    return g.cast(outputs[0], TensorProto.FLOAT, f"{path}/o/fp32")
 
 
 def _scan(
