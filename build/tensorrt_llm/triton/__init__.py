@@ -1,0 +1,1 @@
+"""What goes into Triton's model directory."""
