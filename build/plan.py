@@ -12,8 +12,9 @@ from serving.engine.profiles import BLOCK_TOKENS, PROFILES
 from serving.prefix_cache.planner import CostModel
 from serving.replay.checkpoint import CheckpointCodec
 
-# fp32 here, 2 bytes on a GPU; recurrent states are fp32 everywhere.
-_DTYPES = {"fp32 (CPU)": 4, "bf16 (GPU)": 2}
+# Bytes of a weight (int4: with the scale of its block) and of a K/V value; recurrent states are
+# fp32 everywhere.
+_DTYPES = {"int4 (CPU)": (0.625, 4), "fp32 (CPU)": (4, 4), "bf16 (GPU)": (2, 2)}
 
 
 def checkpoint_cost_tokens(spec: HybridSpec, bytes_per_value: int) -> float:
@@ -21,9 +22,11 @@ def checkpoint_cost_tokens(spec: HybridSpec, bytes_per_value: int) -> float:
     return spec.state_bytes(bytes_per_value) / max(1, spec.kv_bytes_per_token(bytes_per_value))
 
 
-def tokens_that_fit(spec: HybridSpec, memory_bytes: float, bytes_per_value: int) -> int:
+def tokens_that_fit(
+    spec: HybridSpec, memory_bytes: float, bytes_per_value: int, bytes_per_weight: float
+) -> int:
     """Tokens of KV that fit beside weights and one state."""
-    left = memory_bytes - spec.num_parameters() * bytes_per_value
+    left = memory_bytes - spec.num_parameters() * bytes_per_weight
     left -= spec.state_bytes(bytes_per_value)
     return max(0, int(left // max(1, spec.kv_bytes_per_token(bytes_per_value))))
 
@@ -72,16 +75,16 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
         f"tokens that fit {memory_gib:g} GiB": [],
     }
     attention, linear = len(spec.attention_layers()), len(spec.state_layers())
-    for dtype, size in _DTYPES.items():
+    for dtype, (weight, size) in _DTYPES.items():
         table.add_column(dtype, justify="right", no_wrap=True)
         cells = [
             f"{spec.num_parameters():,}",
             f"{attention} + {linear}",
-            bytes_text(spec.num_parameters() * size),
+            bytes_text(spec.num_parameters() * weight),
             bytes_text(spec.kv_bytes_per_token(size)),
             bytes_text(spec.state_bytes(size)),
             f"{checkpoint_cost_tokens(spec, size):,.0f} tokens of KV",
-            f"{tokens_that_fit(spec, memory_gib * 2**30, size):,}",
+            f"{tokens_that_fit(spec, memory_gib * 2**30, size, weight):,}",
         ]
         for row, cell in zip(rows.values(), cells, strict=True):
             row.append(cell)
@@ -89,7 +92,7 @@ def plan_table(name: str, spec: HybridSpec, memory_gib: float) -> Table:
         table.add_row(label, *values)
     if spec.state_layers():
         for label, value in replay_rows(spec).items():
-            table.add_row(label, value, "")
+            table.add_row(label, value)
     return table
 
 

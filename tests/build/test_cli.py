@@ -40,7 +40,7 @@ def test_plan_gives_the_figures_of_the_spec() -> None:
         bytes_text(spec.kv_bytes_per_token(2)),
         bytes_text(spec.state_bytes(4)),
         f"{checkpoint_cost_tokens(spec, 2):,.0f} tokens of KV",
-        f"{tokens_that_fit(spec, 48 * 2**30, 4):,}",
+        f"{tokens_that_fit(spec, 48 * 2**30, 4, 4):,}",
     ):
         assert figure in result.output, figure
 
