@@ -178,7 +178,7 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
     less = g.op("Less", [index, column], "/step/valid")
     mask2d = g.op("Cast", [less], "/step/valid_float", to=TensorProto.FLOAT)
     mask = g.op("Unsqueeze", [mask2d, g.const([2])], "/step/mask")
-    return StepInputs(ids, positions, last, total, column, append, rows, mask, seqlens, table)
+    return StepInputs(ids, positions, last, total, valid, append, rows, mask, seqlens, table)
 
 
 def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:

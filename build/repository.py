@@ -2,6 +2,7 @@
 
 model_repository/{llm,engine,prefix_cache}/{config.pbtxt,1/model.py}
 python/          the parts of this project the models import
+native/          the CPU kernels, where they were built
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
+from serving.engine import native
 from serving.interface import INPUTS, OUTPUTS, Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +52,9 @@ def write_repository(bundle: Path, parameters: dict[str, dict[str, str]]) -> Non
         shutil.copyfile(source, folder / "1" / "model.py")
         text = config_pbtxt(name, inputs, outputs, decoupled, parameters.get(name, {}))
         (folder / "config.pbtxt").write_text(text)
+    if built := native.library():
+        (bundle / native.LIBRARY).parent.mkdir()
+        shutil.copyfile(built, bundle / native.LIBRARY)
     for package in PACKAGES:
         _copy_python(ROOT / package, bundle / "python" / package)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_configs.spec import Norm
+from plugins.causal_conv.node import causal_conv as convolution
 from plugins.onnx_graph import Nodes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class StepInputs:
     position_ids: str  # [B, T]
     last_row: str  # [B] int32, seqlens - 1
     total_len: str
-    valid_column: str  # [B, 1] int64
+    valid_len: str  # [B] int64
     kv_append: str  # [1]
     logit_rows: str
     mask: str  # [B, T, 1] fp32, 0 at padding
@@ -94,30 +95,20 @@ def causal_conv(
     x: str,
     *,
     bias: bool = False,
+    silu: bool = False,
 ) -> str:
-    """Depthwise causal convolution of x [B, T, channels] that carries its last W-1 inputs.
-
-    Written as W shifted products: every output row is the same sum in the same order whatever T
-    is, so a token's result does not depend on how the sequence was cut (ONNX's Conv does).
-    """
-    node = f"{node_path(path)}/conv"
+    """Depthwise causal convolution of x [B, T, channels] that carries its last W-1 inputs."""
     shape = ["B", width - 1, channels]
-    past = g.input(f"conv_state_{i}", shape)
-    joined = g.op("Concat", [past, x], f"{node}/joined", axis=1)
-    weights = g.read(f"{path}.conv").astype(np.float32)
+    weight = g.small(f"{path}.conv", lambda w: w.T)
     total = g.small(f"{path}.conv_bias") if bias else ""
-    for tap in range(width):
-        end = tap - width + 1 or np.iinfo(np.int64).max
-        rows = g.slice(joined, tap, end, 1, f"{node}/rows_{tap}")
-        weight = g.array(f"{path}.conv.{tap}", weights[:, tap])
-        product = g.op("Mul", [rows, weight], f"{node}/tap_{tap}")
-        total = g.op("Add", [total, product], f"{node}/sum_{tap}") if total else product
-    # The state after the last token that is not padding: rows valid_len .. valid_len + W-2.
-    rows = g.op("Add", [step.valid_column, g.const([list(range(width - 1))])], f"{node}/keep")
-    index = g.op("Unsqueeze", [rows, g.const([2])], f"{node}/keep_index")
-    present = g.output(f"present_conv_state_{i}", shape)
-    g.op("GatherND", [joined, index], f"{node}/state", outputs=[present], batch_dims=1)
-    return total
+    return convolution(
+        g,
+        f"{node_path(path)}/conv",
+        [x, g.input(f"conv_state_{i}", shape), weight, step.valid_len, total],
+        g.output(f"present_conv_state_{i}", shape),
+        width=width,
+        silu=silu,
+    )
 
 
 def masked_dt(

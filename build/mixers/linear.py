@@ -33,8 +33,7 @@ def gated_delta_net(
     k_size, v_size = m.num_k_heads * m.key_dim, m.num_v_heads * m.value_dim
     parts = [g.linear(x, f"{path}.{n}_proj") for n in ("q", "k", "v")]
     mixed = g.op("Concat", parts, f"{node}/qkv", axis=-1)
-    conv = causal_conv(g, step, i, path, m.conv_width, m.conv_channels, mixed)
-    mixed = silu(g, conv, f"{node}/conv/silu")
+    mixed = causal_conv(g, step, i, path, m.conv_width, m.conv_channels, mixed, silu=True)
     sizes = g.const([k_size, k_size, v_size])
     q, k, v = g.op("Split", [mixed, sizes], f"{node}/split", outputs=3, axis=-1)
     q, k = (
@@ -63,8 +62,9 @@ def mamba2(g: GraphBuilder, step: StepInputs, i: int, path: str, m: Mamba2, x: s
     sizes = g.const([m.inner, m.conv_channels, m.num_heads])
     joined = g.linear(x, f"{path}.in_proj")
     z, xbc, dt = g.op("Split", [joined, sizes], f"{node}/in_split", outputs=3, axis=-1)
-    conv = causal_conv(g, step, i, path, m.conv_width, m.conv_channels, xbc, bias=m.conv_bias)
-    mixed = silu(g, conv, f"{node}/conv/silu")
+    mixed = causal_conv(
+        g, step, i, path, m.conv_width, m.conv_channels, xbc, bias=m.conv_bias, silu=True
+    )
     sizes = g.const([m.inner, groups, groups])
     inner, b, c = g.op("Split", [mixed, sizes], f"{node}/split", outputs=3, axis=-1)
     dt = masked_dt(g, step, path, dt, m.dt_min, m.dt_max)

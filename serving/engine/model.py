@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine_configs.errors import BundleError
 from serving.engine.bundle import Bundle
+from serving.engine.native import register
 from serving.engine.slots import SlotClass
 
 Ints = NDArray[np.int64]
@@ -36,13 +37,17 @@ class Step:
 
 
 class Model:
-    """The graph of a bundle. Raises BundleError when the runtime cannot load it."""
+    """The graph of a bundle. Raises BundleError when the runtime cannot load it.
+
+    ``native``: our ops run as the library's kernels, not as their function bodies.
+    """
 
     def __init__(self, bundle: Bundle, threads: int = 0) -> None:
         self.bundle, self.spec = bundle, bundle.spec
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        self.native = register(options, bundle.path)
         try:
             self._session = ort.InferenceSession(
                 str(bundle.model_file), options, providers=["CPUExecutionProvider"]
@@ -53,6 +58,9 @@ class Model:
                 where=str(bundle.model_file),
                 fix="Convert the model again with convert.py",
             ) from None
+
+    def new_slots(self, capacity: int, rows: int) -> SlotClass:
+        return SlotClass(self.spec, capacity, rows)
 
     def run(
         self,

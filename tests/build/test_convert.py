@@ -41,11 +41,13 @@ def test_hybrid_tiny_agrees_with_transformers(tiny_bundle: Path) -> None:
     assert all(0 < e <= 1e-4 for e in measured.values()), measured
 
 
-def test_there_is_one_node_of_ours_per_layer(tiny_bundle: Path) -> None:
+def test_nodes_of_ours_are_those_of_the_spec(tiny_bundle: Path) -> None:
     model = onnx.load(tiny_bundle / "model.onnx", load_external_data=False)
     spec = Bundle.open(tiny_bundle).spec
     ours = [n.op_type for n in model.graph.node if n.domain == "hybrid"]
-    assert len(ours) == len(spec.layers)
+    convs = [m for _, m in spec.state_layers() if m.conv_state()]
+    assert len(ours) == len(spec.layers) + len(convs)
+    assert ours.count("CausalConv") == len(convs)
     assert ours.count("CompressedSparseAttention") == len(spec.attention_layers())
     assert {f.name for f in model.functions} == set(ours)
 

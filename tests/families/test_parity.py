@@ -96,7 +96,8 @@ def test_graph_has_one_of_our_ops_per_mixer(subject: Subject) -> None:
     ours = [n for n in graph.node if n.domain == "hybrid"]
     spec = subject.spec
     recurrent = [m for _, m in spec.state_layers() if m.recurrent_state()]
-    assert len(ours) == len(spec.attention_layers()) + len(recurrent)
+    convs = [m for _, m in spec.state_layers() if m.conv_state()]
+    assert len(ours) == len(spec.attention_layers()) + len(recurrent) + len(convs)
     outer = [n for n in graph.node if n.op_type == "MatMul"]
     assert all(n.name.startswith("/layers/") for n in outer), [n.name for n in outer]
 

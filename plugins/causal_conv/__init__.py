@@ -1,0 +1,1 @@
+"""Short depthwise causal convolutions that carry their last inputs."""

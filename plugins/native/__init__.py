@@ -1,0 +1,1 @@
+"""The library of CPU kernels: how it is built (build.sh), its entry point and shared headers."""

@@ -1,0 +1,76 @@
+// Vectors of LANES floats. Kernel files (cpu_kernel.cc) are compiled once per form, with another
+// FORM, LANES and target flags each. They include nothing of the C++ library that has inline
+// functions: the linker would keep one copy of those, and it might be the one that this machine
+// cannot run.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace hybrid::FORM {
+
+constexpr int64_t kLanes = LANES;
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+inline Vec splat(float x) { return Vec{} + x; }
+
+// The first n < kLanes values, zeros after them; memory beyond is not touched.
+inline Vec load_part(const float* p, int64_t n) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+  Vec x = {};
+  memcpy(&x, p, n * sizeof(float));
+  return x;
+#endif
+}
+
+inline void store_part(float* p, Vec x, int64_t n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+#else
+  memcpy(p, &x, n * sizeof(float));
+#endif
+}
+
+// f(offset, load, store) over n values, a vector at a time; the last one may be a part.
+template <class F>
+inline void for_vectors(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    f(i, [](const float* p) { return load(p); }, [](float* p, Vec x) { store(p, x); });
+  }
+  if (const int64_t rest = n - i) {
+    f(i, [rest](const float* p) { return load_part(p, rest); },
+      [rest](float* p, Vec x) { store_part(p, x, rest); });
+  }
+}
+
+inline Vec select(IntVec mask, Vec a, Vec b) { return mask ? a : b; }
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+
+// e^x to 2 ulp; 0 below -87.7, and x is at most 88. NaN stays NaN.
+inline Vec exp(Vec x) {
+  x = select(x < splat(-88.0f), splat(-88.0f), x);
+  x = select(x > splat(88.0f), splat(88.0f), x);
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec n = (x * splat(1.44269504f) + magic) - magic;
+  Vec r = x - n * splat(0.693359375f);
+  r = r - n * splat(-2.12194440e-4f);
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * (r * r) + r + splat(1.0f);
+  const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  return p * (Vec)power;
+}
+
+}  // namespace hybrid::FORM
