@@ -1,0 +1,169 @@
+"""The ops in PyTorch on a CPU: packed sequences, pages and rows of states against ref.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from plugins.compressed_sparse_attention.ref import compressed_sparse_attention
+from plugins.compressed_sparse_attention.torch_op import (
+    paged_attention,
+    sparse_decode_attention,
+    write_kv,
+)
+from plugins.linear_state_replay.ref import linear_state_replay as reference
+from plugins.linear_state_replay.torch_op import linear_state_replay
+from tests.plugins.test_linear_state_replay import CASES, Shape, inputs
+
+PAGE = 8
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def packed(x: dict[str, NDArray[Any]], name: str) -> torch.Tensor | None:
+    """[B, T, ...] → [B * T, ...], with a row of NaN before and after that no sequence owns."""
+    if name not in x:
+        return None
+    rows = torch.from_numpy(x[name]).flatten(0, 1)
+    edge = torch.full_like(rows[:1], torch.nan)
+    return torch.cat([edge, rows, edge])
+
+
+@pytest.mark.parametrize(("rule", "shape"), CASES)
+def test_linear_state_replay(rule: str, shape: Shape) -> None:
+    x = inputs(rule, shape)
+    want, present = reference(
+        x["q"], x["k"], x["v"], x["past_state"], x.get("log_decay"), x.get("beta"),
+        update_rule=rule, scale=0.3,
+    )  # fmt: skip
+    slots = np.random.default_rng(1).permutation(shape.B + 3)[: shape.B]
+    states = torch.full((shape.B + 3, *x["past_state"].shape[1:]), torch.nan)
+    states[slots] = torch.from_numpy(x["past_state"])
+    idle = [i for i in range(shape.B + 3) if i not in slots]
+    q, k, v, log_decay, beta = (packed(x, n) for n in ("q", "k", "v", "log_decay", "beta"))
+    assert q is not None
+    o = linear_state_replay(
+        q, k, v, states, log_decay, beta, ints(*(1 + shape.T * b for b in range(shape.B))),
+        ints(*[shape.T] * shape.B), ints(*slots), shape.T, rule, 0.3,
+    )  # fmt: skip
+    np.testing.assert_allclose(o[1:-1].unflatten(0, (shape.B, -1)), want, atol=2e-6)
+    np.testing.assert_allclose(states[slots], present, atol=2e-6)
+    assert states[idle].isnan().all()
+
+
+def test_ragged_sequences_do_not_see_each_other() -> None:
+    lengths, starts = (5, 1, 9), (0, 5, 6)
+    x = inputs("gated_delta", Shape(1, 15, 2, 4, 8, 6, past=False))
+    q, k, v, decay, beta = (torch.from_numpy(x[n][0]) for n in ("q", "k", "v", "log_decay", "beta"))
+    states = torch.zeros(3, 4, 8, 6)
+    o = linear_state_replay(
+        q, k, v, states, decay, beta, ints(*starts), ints(*lengths), ints(2, 0, 1), 9,
+        "gated_delta", 1.0,
+    )  # fmt: skip
+    for start, length, slot in zip(starts, lengths, (2, 0, 1), strict=True):
+        rows = slice(start, start + length)
+        alone = torch.zeros(1, 4, 8, 6)
+        want = linear_state_replay(
+            q[rows], k[rows], v[rows], alone, decay[rows], beta[rows], ints(0), ints(length),
+            ints(0), length, "gated_delta", 1.0,
+        )  # fmt: skip
+        assert torch.equal(o[rows], want)
+        assert torch.equal(states[slot], alone[0])
+
+
+class Paged:
+    """Sequences of ``totals`` tokens in scrambled pages; rows of no sequence are NaN."""
+
+    def __init__(self, totals: tuple[int, ...], Hk: int, dk: int, dv: int) -> None:
+        rng = np.random.default_rng(0)
+        blocks = [-(-n // PAGE) for n in totals]
+        pages = iter(rng.permutation(sum(blocks) + 2).tolist())
+        self.totals = totals
+        self.k = [torch.from_numpy(rng.standard_normal((n, Hk, dk))).float() for n in totals]
+        self.v = [torch.from_numpy(rng.standard_normal((n, Hk, dv))).float() for n in totals]
+        pool = torch.full((sum(blocks) + 2, 2, PAGE, Hk, max(dk, dv)), torch.nan)
+        self.pool_k, self.pool_v = pool[:, 0, :, :, :dk], pool[:, 1, :, :, :dv]  # strided views
+        table = [[next(pages) for _ in range(n)] for n in blocks]
+        self.table = torch.tensor(
+            [[*row, *[0] * (max(blocks) - len(row))] for row in table], dtype=torch.int32
+        )
+        for row, k, v in zip(table, self.k, self.v, strict=True):
+            at = torch.tensor([row[t // PAGE] * PAGE + t % PAGE for t in range(len(k))])
+            write_kv(self.pool_k, self.pool_v, at, k, v)
+
+    def want(
+        self, b: int, q: torch.Tensor, scale: float, window: int | None, selected: Any = None
+    ) -> tuple[Any, Any]:
+        slots = (self.k[b].movedim(0, 1)[None].numpy(), self.v[b].movedim(0, 1)[None].numpy())
+        none = (np.zeros((1, 0, *a.shape[1:2], a.shape[-1])) for a in slots)
+        o, _, _, dropped, _ = compressed_sparse_attention(
+            q[None].numpy(), *none, *slots, np.array([self.totals[b]]), selected,
+            scale=scale, window=window,
+        )  # fmt: skip
+        return o[0], dropped[0]
+
+
+@pytest.mark.parametrize("window", [None, 5, 1])
+@pytest.mark.parametrize(("Hq", "Hk", "dk", "dv"), [(4, 2, 8, 8), (3, 3, 16, 12), (8, 1, 8, 4)])
+def test_paged_attention(Hq: int, Hk: int, dk: int, dv: int, window: int | None) -> None:
+    totals, lengths = (23, 8, 1, 40), (7, 1, 1, 40)  # a replay or suffix, decode, a first token
+    paged = Paged(totals, Hk, dk, dv)
+    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    q = torch.randn(sum(lengths), Hq, dk, generator=torch.Generator().manual_seed(2))
+    o, lse = paged_attention(
+        q, paged.pool_k, paged.pool_v, paged.table, ints(*starts), ints(*lengths), ints(*totals),
+        40, 0.3, window or 0,
+    )  # fmt: skip
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        rows = slice(start, start + length)
+        want, _ = paged.want(b, q[rows], 0.3, window)
+        np.testing.assert_allclose(o[rows], want, atol=2e-6)
+    score = torch.einsum("hgd,nhd->hgn", q[-1].reshape(Hk, -1, dk), paged.k[-1]) * 0.3
+    seen = score[..., -window:] if window else score
+    np.testing.assert_allclose(lse[-1], seen.logsumexp(-1).flatten(), atol=2e-6)
+
+
+def test_sparse_decode_attention() -> None:
+    totals = (37, 16, 5)
+    paged = Paged(totals, 2, 8, 6)
+    q = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3))
+    selected = torch.tensor(
+        [[[4, 0, 2], [1, -1, 3]], [[0, 1, -1], [1, -1, -1]], [[0, -1, -1], [0, -1, -1]]]
+    ).int()
+    o, lse, dropped = sparse_decode_attention(
+        q, paged.pool_k, paged.pool_v, paged.table, ints(*totals), selected, 0.5
+    )
+    whole = paged_attention(
+        q, paged.pool_k, paged.pool_v, paged.table, ints(0, 1, 2), ints(1, 1, 1), ints(*totals),
+        1, 0.5, 0,
+    )[1]  # fmt: skip
+    for b, total in enumerate(totals):
+        mask = np.zeros((1, 2, total), bool)
+        for h in range(2):
+            mask[0, h] = np.isin(np.arange(total) // PAGE, selected[b, h])
+        want, lost = paged.want(b, q[b][None], 0.5, None, mask)
+        np.testing.assert_allclose(o[b], want[0], atol=2e-6)
+        np.testing.assert_allclose(dropped[b], lost[0], atol=2e-6)
+    np.testing.assert_allclose((lse - whole).exp(), 1 - dropped, atol=2e-6)
+    assert torch.equal(dropped[2], torch.zeros(4))  # everything was read
+    assert float(dropped[0].min()) > 0.01
+
+
+def test_shapes_without_data_are_those_with_it() -> None:
+    """torch's own check of schema, aliasing and the shape functions."""
+    states, n = torch.zeros(2, 4, 8, 6), torch.randn
+    linear = (n(5, 2, 8), n(5, 2, 8), n(5, 4, 6), states, -n(5, 4).abs(), n(5, 4).abs(),
+              ints(0, 2), ints(2, 3), ints(1, 0), 3, "gated_delta", 1.0)  # fmt: skip
+    torch.library.opcheck(linear_state_replay, linear)
+    pools = (n(5, 2, 8), n(6, 4, 2, 8), n(6, 4, 2, 6), ints(0, 1, 2, 3).reshape(2, 2))
+    torch.library.opcheck(paged_attention, (*pools, ints(0, 2), ints(2, 3), ints(7, 3), 3, 0.5, 0))
+    one = (n(2, 2, 8), *pools[1:])
+    torch.library.opcheck(
+        sparse_decode_attention, (*one, ints(7, 3), ints(0, 1, 0, 0).reshape(2, 2, 1), 0.5)
+    )
