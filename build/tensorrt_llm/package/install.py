@@ -10,7 +10,7 @@ from typing import Any
 from .manager import ReplayManager, ReplayManagerV1, ReplayManagerV2, settings_of
 from .metadata import with_replay
 from .settings import ARCHITECTURE
-from .symbols import SYMBOLS, Symbol, check, line_of, resolve
+from .symbols import SYMBOLS, Symbol, check, line_of, module_of, resolve
 
 _MIXINS: dict[str, tuple[type[ReplayManager], str]] = {
     "1.2": (ReplayManagerV1, "KVCacheManager.__init__"),
@@ -23,16 +23,16 @@ def install() -> str:
 
     Raises SymbolMismatchError, before anything was patched, where it is not as symbols.py says.
     """
-    line = line_of(importlib.import_module("tensorrt_llm").__version__)
-    marked = importlib.import_module(_symbol(line, "Mamba2Metadata.prepare").modules[0])
-    if not hasattr(marked, "_hybrid_trtllm"):
+    tensorrt_llm: Any = importlib.import_module("tensorrt_llm")
+    line = line_of(tensorrt_llm.__version__)
+    if not hasattr(tensorrt_llm, "_hybrid_trtllm"):
         check(line)
         from .engine import register_config
 
         register_config()
         _replace(_symbol(line, "Mamba2Metadata.prepare"), with_replay)
         _replace(_symbol(line, "get_kv_cache_manager_cls"), lambda old: _choose(old, line))
-        marked._hybrid_trtllm = line  # type: ignore[attr-defined]
+        tensorrt_llm._hybrid_trtllm = line
     return line
 
 
@@ -52,7 +52,7 @@ def manager_class(line: str, model_config: Any) -> type:
     """The line's attention-only manager with states beside it, for one model."""
     mixin, name = _MIXINS[line]
     symbol = _symbol(line, name)
-    base = getattr(_module(symbol), name.partition(".")[0])
+    base = getattr(module_of(symbol), name.partition(".")[0])
     return type(mixin.__name__, (mixin, base), {"settings": settings_of(model_config)})
 
 
@@ -60,12 +60,8 @@ def _symbol(line: str, name: str) -> Symbol:
     return next(s for s in SYMBOLS[line] if s.name == name)
 
 
-def _module(symbol: Symbol) -> Any:
-    return importlib.import_module(resolve(symbol).__module__)
-
-
 def _replace(symbol: Symbol, wrap: Callable[[Any], Any]) -> None:
-    owner: Any = _module(symbol)
+    owner: Any = module_of(symbol)
     *path, last = symbol.name.split(".")
     for part in path:
         owner = getattr(owner, part)

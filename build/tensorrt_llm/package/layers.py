@@ -297,7 +297,7 @@ def _summed(c: Context, i: int, log_decay: Tensor) -> Tensor:
 
 def _heads(x: Tensor, size: int) -> Tensor:
     """[..., H * size] → [..., H, size]."""
-    return x.reshape(*x.shape[:-1], -1, size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)  # x may have no rows
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 from engine_configs.errors import LaunchError
@@ -181,18 +182,20 @@ def check(line: str) -> None:
             )
 
 
+def module_of(symbol: Symbol) -> ModuleType:
+    """The first of its modules that is there. Raises ImportError."""
+    for name in symbol.modules:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if not name.startswith(e.name or ""):
+                raise  # it is there, but something that it needs is not
+    raise ImportError(f"no module {' or '.join(symbol.modules)}")
+
+
 def resolve(symbol: Symbol) -> Any:
     """The object itself. Raises ImportError, AttributeError."""
-    found: Any = None
-    for module in symbol.modules:
-        try:
-            found = importlib.import_module(module)
-            break
-        except ModuleNotFoundError as e:
-            if not module.startswith(e.name or ""):
-                raise
-    if found is None:
-        raise ImportError(f"no module {' or '.join(symbol.modules)}")
+    found: Any = module_of(symbol)
     for part in symbol.name.split("."):
         found = inspect.getattr_static(found, part)
     return found.__func__ if isinstance(found, staticmethod | classmethod) else found

@@ -1,0 +1,100 @@
+"""A small executor over the fake of TensorRT-LLM: one batch a step, as PyExecutor runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from build.tensorrt_llm.package.install import install
+from build.tensorrt_llm.package.settings import ARCHITECTURE, Settings
+from tests.gpu.fake_trtllm import Request
+
+PAGE, BATCH = 16, 4
+
+
+class Executor:
+    """Requests run together, prompts in chunks of at most ``budget`` tokens."""
+
+    def __init__(self, settings: Settings, weights: Any, budget: int = 64) -> None:
+        self.line = install()
+        from tensorrt_llm._torch.models import modeling_utils
+        from tensorrt_llm._torch.pyexecutor import _util
+
+        spec = settings.spec
+        pretrained = SimpleNamespace(
+            architectures=[ARCHITECTURE], torch_dtype=torch.float32, settings=settings
+        )
+        config = SimpleNamespace(
+            pretrained_config=pretrained, mapping=SimpleNamespace(world_size=1)
+        )
+        self.model = modeling_utils.MODELS[ARCHITECTURE](config)
+        self.model.load_weights({n: torch.from_numpy(weights.read(n)) for n in weights.shapes})
+        arguments = (config,) if self.line == "1.2" else (config, None)
+        self.manager = _util.get_kv_cache_manager_cls(*arguments)(
+            None, None, num_layers=len(spec.layers), num_kv_heads=7, head_dim=9,
+            tokens_per_block=PAGE, max_seq_len=1024, max_batch_size=BATCH, mapping=None,
+        )  # fmt: skip
+        self.budget, self.steps, self._next = budget, 0, 100
+        self.ran: dict[int, int] = {}
+
+    def generate(self, *prompts: list[int], new_tokens: int = 1, salt: str = "") -> list[Request]:
+        """Greedy answers; each request's ``logits`` has a row per new token."""
+        requests = []
+        for prompt in prompts:
+            self._next += 1
+            requests.append(Request(self._next, list(prompt), len(prompt), new_tokens, salt))
+        live = list(requests)
+        while live:
+            self.step(live)
+            for request in [r for r in live if len(r.logits) == r.new_tokens]:
+                self.manager.free_resources(request)
+                live.remove(request)
+            self.manager.pages.check()
+        return requests
+
+    def step(self, live: list[Request]) -> None:
+        contexts = [r for r in live if r.context_remaining_length > 0]
+        generations = [r for r in live if r.context_remaining_length == 0]
+        for request in contexts:
+            if self.line == "1.4":
+                assert self.manager.prepare_context(request)
+            request.context_chunk_size = self.budget
+        batch = SimpleNamespace(
+            context_requests=contexts,
+            generation_requests=generations,
+            all_requests=lambda: [*contexts, *generations],
+        )
+        self.manager.prepare_resources(batch)
+        logits = self.forward(contexts, generations)
+        for request in contexts:
+            request.move()
+        for row, request in zip(logits, [*contexts, *generations], strict=True):
+            if request.context_remaining_length == 0:
+                request.logits.append(row)
+                request.tokens.append(int(row.argmax()))
+        self.manager.update_resources(batch)
+        self.steps += 1
+
+    def forward(self, contexts: list[Request], generations: list[Request]) -> NDArray[np.float32]:
+        """Logits of each request's last token of this step."""
+        chunks = [
+            (r.context_current_position, r.context_current_position + r.context_chunk_size)
+            for r in contexts
+        ] + [(len(r.tokens) - 1, len(r.tokens)) for r in generations]
+        requests = [*contexts, *generations]
+        tokens = [t for r, (a, b) in zip(requests, chunks, strict=True) for t in r.tokens[a:b]]
+        for request, (a, b) in zip(requests, chunks, strict=True):
+            self.ran[request.py_request_id] = self.ran.get(request.py_request_id, 0) + b - a
+        metadata = SimpleNamespace(
+            kv_cache_manager=self.manager,
+            request_ids=[r.py_request_id for r in requests],
+            num_contexts=len(contexts),
+            seq_lens=torch.tensor([b - a for a, b in chunks]),
+            kv_cache_params=SimpleNamespace(num_cached_tokens_per_seq=[a for a, _ in chunks]),
+        )
+        self.metadata = metadata
+        return np.asarray(self.model(metadata, torch.tensor(tokens)).numpy())
