@@ -68,7 +68,7 @@ def compressed_sparse_attention(
 
 
 BLOCK = 32
-_MAX_VARIANCE = 30.0
+MAX_VARIANCE = 30.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def summarise(k: Array, v: Array, *, sound: bool = False) -> tuple[Array, Array]
     n, value_spread. All are taken about the *rounded* centre_k and mean_v.
 
     calibrated  centre_k = mean of k; spread_k = its standard deviation, per channel (about the
-                rounded mean, divisor n); value_spread = sqrt(mean_i |v_i - mean_v|^2)
+                rounded mean, divisor n); value_spread = sqrt(mean_i |v_i - mean_v|^2), or more
+                where the caller knows that the entry's estimate is worse than that says
     sound       centre_k = middle of the box (min + max) / 2; spread_k = max_i |k_i - centre_k| per
                 channel, rounded *up*; value_spread = max_i |v_i - mean_v|
     """
@@ -243,7 +244,7 @@ class _Group:
             half = np.abs(q) @ spread.T
             self.low, self.high = mean - half, mean + half
         else:
-            self.var = np.minimum(q**2 @ (spread**2).T, _MAX_VARIANCE)
+            self.var = np.minimum(q**2 @ (spread**2).T, MAX_VARIANCE)
             self.low = self.high = mean + self.var / 2
         top = np.maximum(self.score.max(1), self.high.max(1, initial=-np.inf))[:, None]
         self.p = np.exp(self.score - top)

@@ -1,0 +1,67 @@
+"""Groups of similar rows: a summary says more about rows that are alike than about neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.kv_compression.history import Floats
+
+Rows = NDArray[np.int64]
+# Rows from which the direction of a cut is found, and how often the power iteration is repeated.
+_SAMPLE, _ROUNDS = 512, 4
+
+
+def similar_groups(features: Floats, size: int, *, step: int = 0) -> list[Rows]:
+    """Rows [N, f] in groups of at most ``size``, by cutting along the first principal direction
+    again and again where the two sides differ most; at multiples of ``step`` rows. With the default
+    step, ``size``, only the last group may be smaller. Deterministic."""
+    rng = np.random.default_rng(0)
+    groups: list[Rows] = []
+    stack = [(np.arange(len(features)), features)]
+    while stack:
+        rows, x = stack.pop()
+        if len(rows) <= size:
+            groups.append(rows)
+            continue
+        along = x @ _direction(x, rng)
+        order = np.argsort(along)
+        cut = _best_cut(along[order], step or size)
+        for side in (order[cut:], order[:cut]):
+            stack.append((rows[side], x[side]))
+    return groups
+
+
+def features(keys: Floats, values: Floats, queries: Floats, value_weight: float = 1.5) -> Floats:
+    """[N, dk + dv]: distances mean what attention makes of them. keys [N, dk] count as the scores
+    that ``queries`` [n, dk] (scaled) give them, values [N, dv] relative to their norm."""
+    power, axes = np.linalg.eigh(queries.T @ queries / len(queries))
+    metric = axes * np.sqrt(np.maximum(power, 0))
+    size = max(float(np.sqrt((values**2).sum(1).mean())), 1e-30)
+    weighted = (values - values.mean(0)) * np.float32(value_weight / size)
+    return np.concatenate([keys @ metric.astype(np.float32), weighted], axis=1)
+
+
+def _direction(x: Floats, rng: np.random.Generator) -> Any:
+    """The first principal direction [f] of rows [N, f], nearly; from a sample of them."""
+    part = x[:: max(1, len(x) // _SAMPLE)]
+    part = part - part.mean(0)
+    u = rng.standard_normal(x.shape[1], np.float32)
+    for _ in range(_ROUNDS):
+        u = part.T @ (part @ u)
+        u /= np.linalg.norm(u) + 1e-30
+    return u
+
+
+def _best_cut(along: Floats, size: int) -> int:
+    """Where to cut sorted values [N] so that the sums of squares within both sides are least: at a
+    multiple of ``size``, an eighth of N away from the ends where that is possible."""
+    n = len(along)
+    blocks = -(-n // size)
+    edge = max(1, blocks // 8)
+    cuts = np.arange(edge, max(blocks - edge, edge) + 1) * size
+    cuts = cuts[cuts < n]
+    total = np.cumsum(along - along.mean(), dtype=np.float64)[cuts - 1] ** 2
+    return int(cuts[np.argmax(total / cuts + total / (n - cuts))])

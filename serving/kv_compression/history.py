@@ -1,0 +1,117 @@
+"""What a sequence's own queries asked for, row by row: all that a retention policy sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One attention layer of one sequence, T rows of Hk kv heads.
+
+    keys [Hk, T, dk] (after RoPE), values [Hk, T, dv]. Of the softmax weights that the observed
+    queries gave each row, [Hk, T]: their sum, the largest (peak), and over the last queries alone
+    the mean and the root of the mean square. queries [Hk, n, dk] are those last queries and as many
+    evenly spread over all before, query_mean [Hk, dk] the mean of all; both times the attention
+    scale. The first ``prompt_len`` rows are the prompt.
+    """
+
+    keys: Floats
+    values: Floats
+    attention_sum: Floats
+    attention_peak: Floats
+    recent_mean: Floats
+    recent_rms: Floats
+    queries: Floats
+    query_mean: Floats
+    prompt_len: int
+
+    @property
+    def length(self) -> int:
+        return int(self.keys.shape[1])
+
+
+class AttentionHistory:
+    """Softmax weights by row, accumulated over the queries shown to it (not all need be).
+
+    ``recent``: how many of the last observed queries (of one query head) count as recent.
+    """
+
+    def __init__(self, num_kv_heads: int, capacity: int, scale: float, recent: int = 32) -> None:
+        self._scale, self._recent = scale, recent
+        self._sum = np.zeros((num_kv_heads, capacity), np.float32)
+        self._peak = np.zeros((num_kv_heads, capacity), np.float32)
+        self._queries: Floats | None = None
+        self._positions = np.zeros(0, np.int64)
+        self._spread: list[Floats] = []
+        self._stride = 1
+        self._query_sum: Floats | None = None
+        self._seen = 0
+
+    def observe(self, queries: Floats, positions: NDArray[np.int64], keys: Floats) -> None:
+        """Queries [n, Hq, dk] at absolute ``positions`` [n], rising; keys [Hk, >= positions + 1,
+        dk] of rows 0, 1, ... A query sees the rows up to its own position."""
+        scaled = np.asarray(queries, np.float32) * np.float32(self._scale)
+        for a in range(0, len(positions), _CHUNK):
+            part, at = scaled[a : a + _CHUNK], positions[a : a + _CHUNK]
+            for h, weights in enumerate(_weights(part, at, keys)):
+                n = weights.shape[-1]
+                self._sum[h, :n] += weights.sum((0, 1))
+                np.maximum(self._peak[h, :n], weights.max((0, 1)), out=self._peak[h, :n])
+        held = scaled if self._queries is None else np.concatenate([self._queries, scaled])
+        self._queries = held[-self._recent :]
+        self._positions = np.concatenate([self._positions, positions])[-self._recent :]
+        total = scaled.sum(0)
+        self._query_sum = total if self._query_sum is None else self._query_sum + total
+        for i in range(-self._seen % self._stride, len(positions), self._stride):
+            self._spread.append(scaled[i].copy())
+        while len(self._spread) > 2 * self._recent:
+            self._spread, self._stride = self._spread[::2], self._stride * 2
+        self._seen += len(positions)
+
+    def stats(self, keys: Floats, values: Floats, prompt_len: int) -> Stats:
+        """keys [Hk, T, dk], values [Hk, T, dv]: every row there is. At least one query was seen."""
+        assert self._query_sum is not None, "no query was observed"
+        assert self._queries is not None
+        heads, length, dk = keys.shape
+        mean = np.zeros((heads, length), np.float32)
+        rms = np.zeros((heads, length), np.float32)
+        for h, weights in enumerate(_weights(self._queries, self._positions, keys)):
+            n = weights.shape[-1]
+            mean[h, :n] = weights.mean((0, 1))
+            rms[h, :n] = np.sqrt(np.einsum("gnt,gnt->t", weights, weights) / weights[..., 0].size)
+        shown = np.concatenate([self._spread, self._queries])
+        grouped = shown.reshape(len(shown), heads, -1, dk)
+        return Stats(
+            keys,
+            values,
+            self._sum[:, :length],
+            self._peak[:, :length],
+            mean,
+            rms,
+            grouped.transpose(1, 0, 2, 3).reshape(heads, -1, dk),
+            self._query_sum.reshape(heads, -1, dk).mean(1) / self._seen,
+            prompt_len,
+        )
+
+
+def _weights(queries: Floats, positions: NDArray[np.int64], keys: Floats) -> Any:
+    """Per kv head, softmax weights [group, n, rows visible to the last]; queries [n, Hq, dk]."""
+    heads, last = keys.shape[0], int(positions[-1]) + 1
+    grouped = queries.reshape(len(queries), heads, -1, queries.shape[-1])
+    hidden = np.arange(last)[None] > positions[:, None]
+    for h in range(heads):
+        score = np.einsum("ngd,td->gnt", grouped[:, h], keys[h, :last], optimize=True)
+        score[:, hidden] = -np.inf
+        score -= score.max(-1, keepdims=True)
+        np.exp(score, out=score)
+        score /= score.sum(-1, keepdims=True)
+        yield score
