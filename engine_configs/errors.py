@@ -7,6 +7,7 @@ HybridServeError
 ├── ConversionError      a conversion stage failed; nothing was written
 │   └── ParityError      the converted graph disagrees with the reference model
 ├── BundleError          a bundle on disk is not one, or is damaged
+├── DeviceError          a GPU is not there, or failed
 ├── RequestError         one request is invalid; the server goes on
 │   ├── PromptTooLongError
 │   └── ReplayRefusedError  the asked replay would not be what the caller expects
@@ -51,6 +52,10 @@ class ParityError(ConversionError):
 
 class BundleError(HybridServeError):
     """A bundle on disk is not one, or is damaged."""
+
+
+class DeviceError(HybridServeError):
+    """A GPU is not there, or failed."""
 
 
 class RequestError(HybridServeError):

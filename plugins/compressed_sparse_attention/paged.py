@@ -1,7 +1,7 @@
 """How TensorRT sees ``hybrid::CompressedSparseAttention``: K/V rows in blocks of a pool.
 
 Inputs   q [B, T, Hq*d], k_new, v_new [B, T, Hk*d] half precision, key_pool, value_pool
-         [P, R, Hk, d] half precision (P blocks of R rows), block_table [B, M] int32 (row t of
+         [P, Hk, R, d] half precision (P blocks of R rows), block_table [B, M] int32 (row t of
          sequence b lies in block block_table[b, t // R]), seqlens [B] int32 (tokens visible to the
          last query, its own included), kv_append [1] int32 (0: replay, nothing is written)
 Outputs  o [B, T, Hq*d] half precision, the two pools (in place of the inputs)
@@ -67,8 +67,7 @@ def _body(
     b: Nodes, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None
 ) -> None:
     """Scatter the new rows, gather each sequence's rows, attend under a position mask."""
-    width = num_kv_heads * head_dim
-    rows_per_block = b.op("Shape", ["key_pool"], "rows_per_block", start=1, end=2)
+    rows_per_block = b.op("Shape", ["key_pool"], "rows_per_block", start=2, end=3)
     tokens = b.op("Squeeze", [b.op("Shape", ["q"], "length", start=1, end=2)], "tokens")
     total = b.op("Unsqueeze", [b.cast("seqlens", TensorProto.INT64, "total"), b.const([1])], "end")
     first = b.op("Sub", [total, tokens], "first")
@@ -79,17 +78,17 @@ def _body(
     block = b.op("Div", [positions, rows_per_block], "block")
     held = b.op("GatherElements", [table, block], "held", axis=1)
     place = b.op("Mod", [positions, rows_per_block], "place")
-    row = b.op("Add", [b.op("Mul", [held, rows_per_block], "block_row"), place], "row")
-    index = b.reshape(row, [-1, 1], "row_index")
+    pairs = [b.op("Unsqueeze", [x, b.const([2])], f"{x}_column") for x in (held, place)]
+    row = b.op("Concat", pairs, "row", axis=2)  # [B, T, 2]
     append = b.op("Greater", ["kv_append", b.const([0], np.int32)], "append")
 
     def cache(new: str, pool: str, present: str) -> str:
-        flat = b.reshape(pool, [-1, width], f"{pool}/rows")
-        rows = b.reshape(new, [-1, width], f"{new}/rows")
-        written = b.op("ScatterND", [flat, index, rows], f"{pool}/written")
-        kept = b.op("Where", [append, written, flat], f"{pool}/kept")
-        b.op("Reshape", [kept, b.op("Shape", [pool], f"{pool}/shape")], present, outputs=[present])
-        blocks = b.op("Gather", [present, table], f"{pool}/blocks")  # [B, M, R, Hk, d]
+        by_row = b.op("Transpose", [pool], f"{pool}/by_row", perm=[0, 2, 1, 3])  # [P, R, Hk, d]
+        rows = b.reshape(new, [0, 0, num_kv_heads, head_dim], f"{new}/rows")
+        written = b.op("ScatterND", [by_row, row, rows], f"{pool}/written")
+        kept = b.op("Where", [append, written, by_row], f"{pool}/kept")
+        b.op("Transpose", [kept], present, outputs=[present], perm=[0, 2, 1, 3])
+        blocks = b.op("Gather", [kept, table], f"{pool}/blocks")  # [B, M, R, Hk, d]
         wide = b.cast(blocks, TensorProto.FLOAT, f"{pool}/fp32")
         merged = b.reshape(wide, [0, -1, num_kv_heads, head_dim], f"{pool}/merged")
         return str(b.op("Transpose", [merged], f"{pool}/heads", perm=[0, 2, 1, 3]))

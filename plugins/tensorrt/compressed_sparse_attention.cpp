@@ -1,5 +1,5 @@
 // hybrid::CompressedSparseAttention (dense): q [B, T, Hq*d], k_new, v_new [B, T, Hk*d],
-// key_pool, value_pool [P, page, Hk, d], block_table [B, M] int32, seqlens [B] int32 (tokens visible
+// key_pool, value_pool [P, Hk, page, d], block_table [B, M] int32, seqlens [B] int32 (tokens visible
 // to the last query, its own included), kv_append [1] int32 (0: replay, write nothing)
 // -> o [B, T, Hq*d], the two pools in place.
 #include "kernels.h"
@@ -44,9 +44,9 @@ class CompressedSparseAttention final : public Plugin {
         require(static_cast<int32_t>(in.size()) == numInputs(),
             std::to_string(in.size()) + " inputs, expected " + std::to_string(numInputs()));
         for (int32_t which : {kKEY_POOL, kVALUE_POOL}) {
-            require(in[which].nbDims == 4 && in[which].d[2] == mHk,
-                "a pool is " + dimsText(in[which]) + ", expected [blocks, rows, " +
-                    std::to_string(mHk) + ", d]");
+            require(in[which].nbDims == 4 && in[which].d[1] == mHk,
+                "a pool is " + dimsText(in[which]) + ", expected [blocks, " +
+                    std::to_string(mHk) + ", rows, d]");
         }
         int64_t const size = in[kKEY_POOL].d[3];
         auto const width = [&](int32_t which, int64_t heads, char const* name) {
@@ -111,7 +111,7 @@ class CompressedSparseAttention final : public Plugin {
   private:
     Wanted wanted(char const* kernel, nv::Dims const& pool, nv::DataType half) const {
         return {kernel, typeName(half),
-            {{"D", static_cast<int>(pool.d[3])}, {"PAGE", static_cast<int>(pool.d[1])}}};
+            {{"D", static_cast<int>(pool.d[3])}, {"PAGE", static_cast<int>(pool.d[2])}}};
     }
 
     void run(nv::PluginTensorDesc const* in, void const* const* inputs, void* o,

@@ -24,11 +24,12 @@ from engine_configs.errors import (
     PromptTooLongError,
     RequestError,
 )
-from serving.engine.model import Model, decode_step, prefill_step
+from serving.engine.model import decode_step, prefill_step
 from serving.engine.path import Life, Prefill, RequestPath, Result, Sequence, Wait
 from serving.engine.prefix import Prefixes
 from serving.engine.requests import Finish, Request, Stream
-from serving.engine.slots import SlotClass, class_capacities
+from serving.engine.runner import Runner
+from serving.engine.slots import Slots, class_capacities
 
 log = logging.getLogger(__name__)
 # Waiting for another sequence's prefill pays off when it brings at least this many more tokens.
@@ -65,7 +66,7 @@ class Engine:
     """Runs requests against one model. ``submit`` may be called from any thread."""
 
     def __init__(
-        self, model: Model, config: EngineConfig = EngineConfig(), prefixes: Prefixes | None = None
+        self, model: Runner, config: EngineConfig = EngineConfig(), prefixes: Prefixes | None = None
     ) -> None:
         self.model, self.config, self._prefixes = model, config, prefixes
         self._path = RequestPath(model, config.chunk, prefixes)
@@ -225,7 +226,7 @@ class Engine:
             return
         self._resume(seq, sums)
 
-    def _run_decode(self, slots: SlotClass) -> None:
+    def _run_decode(self, slots: Slots) -> None:
         batch: list[Any] = slots.owners()
         if not batch:
             return
@@ -258,7 +259,7 @@ class Engine:
         self._running.remove(seq)
 
 
-def _slot_classes(model: Model, config: EngineConfig, longest: int) -> list[SlotClass]:
+def _slot_classes(model: Runner, config: EngineConfig, longest: int) -> list[Slots]:
     """Every class gets an equal share of the slot bytes, between 1 row and ``max_batch``."""
     capacities = class_capacities(longest + 1)
     share = config.slot_bytes // len(capacities)
@@ -267,7 +268,7 @@ def _slot_classes(model: Model, config: EngineConfig, longest: int) -> list[Slot
     for capacity in capacities:
         row_bytes = capacity * spec.kv_bytes_per_token() + spec.state_bytes()
         rows = max(1, min(config.max_batch, share // row_bytes))
-        classes.append(SlotClass(spec, capacity, rows))
+        classes.append(model.new_slots(capacity, rows))
     return classes
 
 

@@ -15,11 +15,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.engine.model import Model
 from serving.engine.prefix import Hit, Prefixes
 from serving.engine.requests import Finish, Request, Stream, Token
+from serving.engine.runner import Runner
 from serving.engine.sampling import Sampler
-from serving.engine.slots import SlotClass
+from serving.engine.slots import Slots
 from serving.prefix_cache import EXACT, Provenance, ReplayMode, ReplayPlan, ReplaySource
 
 Floats = NDArray[np.float32]
@@ -65,7 +65,7 @@ class Sequence:
     checkpoint records by position, until the next time it is stored."""
 
     stream: Stream
-    slots: SlotClass
+    slots: Slots
     life: Life = field(init=False)
     step: Step | None = None
     filling: bool = True
@@ -85,7 +85,7 @@ class Sequence:
 class RequestPath:
     """Serves sequences of one model; ``prefixes`` None = no prefix cache."""
 
-    def __init__(self, model: Model, chunk: int, prefixes: Prefixes | None) -> None:
+    def __init__(self, model: Runner, chunk: int, prefixes: Prefixes | None) -> None:
         self.model, self.prefixes = model, prefixes
         self.interval = prefixes.interval if prefixes else 0
         # Chunks end where checkpoints are taken.
@@ -147,7 +147,11 @@ class RequestPath:
             usage.load_seconds = time.monotonic() - before
             for plan in hit.plans:
                 if (yield from self._replay(seq, hit, plan)):
-                    return self._settled(seq, hit, plan)
+                    if seq.slots.confirm(seq.row):
+                        return self._settled(seq, hit, plan)
+                    usage.miss_reason, usage.replay_reason = "stale", "a cached block was stale"
+                    seq.slots.zero_states(seq.row)
+                    return 0
         finally:
             self.prefixes.release(hit)
         raise AssertionError("the last plan always works")

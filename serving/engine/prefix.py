@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from serving.engine.bundle import Bundle
 from serving.engine.requests import Request
-from serving.engine.slots import SlotClass
+from serving.engine.slots import Slots
 from serving.prefix_cache import (
     Arena,
     ArenaLayout,
@@ -89,7 +89,12 @@ def arena_layout(bundle: Bundle, block_size: int) -> ArenaLayout:
         for name, shape in (("conv", m.conv_state()), ("recurrent", m.recurrent_state()))
         if shape
     )
-    layout = ArenaLayout.of_model(block_size, kv, states)
+    if bundle.manifest["dtype"] in ("bf16", "fp16"):  # blocks are the device's pages, bit by bit
+        kv = [(heads, dim, dim) for heads, dim, _ in kv]
+        dtype = {"bf16": "uint16", "fp16": "float16"}[bundle.manifest["dtype"]]
+        layout = ArenaLayout.of_model(block_size, kv, states, dtype=dtype)
+    else:
+        layout = ArenaLayout.of_model(block_size, kv, states)
     if not bundle.calibration.interval:
         return layout
     records = CheckpointCodec.of(spec, bundle.calibration).layout()
@@ -139,17 +144,15 @@ class Prefixes:
             return None
         return Hit(match, replay_plans(request.replay, match, self._policy))
 
-    def load_kv(self, hit: Hit, slots: SlotClass, row: int) -> bool:
+    def load_kv(self, hit: Hit, slots: Slots, row: int) -> bool:
         """Copy the hit's K/V into the slot; False (a miss) when any of it is stale."""
         match, arena = hit.match, self._index.arena
         length = max(plan.hit_len for plan in hit.plans)
-        kv = slots.kv_rows(row)
         block_size = arena.layout.block_size
         blocks = -(-length // block_size)
         ids, generations = match.blocks[:blocks], match.generations[:blocks]
         try:
-            good = arena.read_blocks(ids, generations, length, kv)
-            slots.hold(row, np.array([length]))
+            good = slots.load(row, arena, ids, generations, length)
             if good == length:
                 return True
             self._index.report_corrupt(match.lease, block=good // block_size)
@@ -157,7 +160,7 @@ class Prefixes:
             self._failed("load")
         return False
 
-    def load_state(self, hit: Hit, plan: ReplayPlan, slots: SlotClass, row: int) -> Norms | None:
+    def load_state(self, hit: Hit, plan: ReplayPlan, slots: Slots, row: int) -> Norms | None:
         """Set the slot's state up as planned; None when what it needs is stale."""
         slots.zero_states(row)
         if plan.state is None:
@@ -226,8 +229,7 @@ class Prefixes:
         try:
             if reserved.end > reserved.start:
                 ids, generations = reserved.blocks, reserved.generations
-                kv = slots.kv_rows(row)
-                arena.write_blocks(ids, generations, reserved.start, reserved.end, kv)
+                slots.store(row, arena, ids, generations, reserved.start, reserved.end)
             for ref in reserved.states:
                 arena.write_state(ref.slot, ref.generation, states[ref.position])
             for ref in reserved.checkpoints:

@@ -28,9 +28,18 @@ class Profile:
         return all(r[0] <= n <= r[2] for r, n in zip(ranges, (batch, tokens, logits), strict=True))
 
 
-# A replay needs no logits, a prefill at most those of its tokens, a decode one per sequence.
+def limits(profiles: tuple[Profile, ...]) -> tuple[int, int, int]:
+    """The largest B, T and N of any profile."""
+    return (
+        max(p.batch[2] for p in profiles),
+        max(p.tokens[2] for p in profiles),
+        max(p.logits[2] for p in profiles),
+    )
+
+
+# A replay needs no logits, a decode one row per sequence.
 PROFILES = (
-    Profile("prefill", (1, 1, 1), (1, CHUNK, CHUNK), (0, 1, CHUNK)),
+    Profile("prefill", (1, 1, 1), (1, CHUNK, CHUNK), (0, 1, 64)),
     Profile("replay", (1, 1, 1), (1, CHUNK // 2, CHUNK), (0, 0, 0)),
     Profile("decode", (1, MAX_BATCH // 2, MAX_BATCH), (1, 1, 1), (1, MAX_BATCH // 2, MAX_BATCH)),
 )

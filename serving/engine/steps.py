@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.errors import RequestError
-from serving.engine.model import Model, Step
-from serving.engine.slots import SlotClass
+from serving.engine.model import Step
+from serving.engine.runner import Runner
+from serving.engine.slots import Slots
 
 Floats = NDArray[np.float32]
 # Slots kept for callers; the one used longest ago goes first.
@@ -24,9 +25,9 @@ MAX_SLOTS = 4
 class StepServer:
     """Runs the steps of callers, each in a slot of its own."""
 
-    def __init__(self, model: Model, max_tokens: int) -> None:
+    def __init__(self, model: Runner, max_tokens: int) -> None:
         self.model, self._max_tokens = model, max_tokens
-        self._slots: OrderedDict[str, SlotClass] = OrderedDict()
+        self._slots: OrderedDict[str, Slots] = OrderedDict()
 
     def run(
         self, args: Mapping[str, Any], tokens: NDArray[np.int64], states: Floats
@@ -61,25 +62,25 @@ class StepServer:
         logits, sums = self.model.run(slots, 0, step, decay_sums=bool(args["decay_sums"]))
         return logits.ravel(), pack_states(slots), {k: v[0].tolist() for k, v in sums.items()}
 
-    def _slot(self, name: str, capacity: int) -> SlotClass:
+    def _slot(self, name: str, capacity: int) -> Slots:
         if name not in self._slots:
-            self._slots[name] = SlotClass(self.model.spec, capacity, 1)
+            self._slots[name] = self.model.new_slots(capacity, 1)
         self._slots.move_to_end(name)
         while len(self._slots) > MAX_SLOTS:
-            self._slots.popitem(last=False)
+            self._slots.popitem(last=False)[1].close()
         return self._slots[name]
 
 
-def pack_states(slots: SlotClass) -> Floats:
+def pack_states(slots: Slots) -> Floats:
     """The states of a slot class of one row, end to end."""
     return np.concatenate([a[0].ravel() for a in slots.states.values()])
 
 
-def unpack_states(states: Floats, slots: SlotClass) -> None:
+def unpack_states(states: Floats, slots: Slots) -> None:
     """The inverse, in place. Raises RequestError where the sizes differ."""
     if states.size != (wanted := sum(a[0].size for a in slots.states.values())):
         raise RequestError(f"states hold {states.size} values, this model has {wanted}")
     at = 0
     for array in slots.states.values():
-        array[0] = states[at : at + array[0].size].reshape(array[0].shape)
+        array[0][...] = states[at : at + array[0].size].reshape(array[0].shape)
         at += array[0].size

@@ -303,6 +303,10 @@ class Arena:
         counts = (num_blocks, num_states, num_checkpoints)
         return cls(layout, counts, False, bytearray(_slots_bytes(layout, counts) + 8), 0, None)
 
+    def memory(self) -> Array:
+        """Every byte of it, as it is mapped here."""
+        return np.frombuffer(self._buffer, np.uint8)
+
     def unlink(self) -> None:
         """Remove the name; mappings of it stay valid until their processes end."""
         if self.path is not None:

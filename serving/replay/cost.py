@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 
-from serving.engine.model import Model, prefill_step
-from serving.engine.slots import SlotClass
+from serving.engine.model import prefill_step
+from serving.engine.runner import Runner
+from serving.engine.slots import Slots
 from serving.prefix_cache.planner import CostModel
 
 _TOKENS = 64
@@ -17,15 +18,15 @@ _SLOW_SECONDS = 1.0
 _COPY_BYTES = 8 << 20
 
 
-def measure_cost(model: Model) -> CostModel:
+def measure_cost(model: Runner) -> CostModel:
     """Time two short runs, one after an empty and one after a long context, and a copy."""
-    slots = SlotClass(model.spec, _CONTEXT + _TOKENS, 1)
-    for array in slots.kv.values():
-        array[:] = 0
+    slots = model.new_slots(_CONTEXT + _TOKENS, 1)
+    slots.clear()
     _run(model, slots, 0, 2)
     near = _run(model, slots, 0, _TOKENS)
     far = near if near > _SLOW_SECONDS else _run(model, slots, _CONTEXT, _TOKENS)
     attended = max(0.0, far - near) / (_TOKENS * _CONTEXT)
+    slots.close()
     buffer = np.zeros(_COPY_BYTES, np.uint8)
     started = time.perf_counter()
     buffer.copy()
@@ -33,7 +34,7 @@ def measure_cost(model: Model) -> CostModel:
     return CostModel(near / _TOKENS, attended, copy * model.spec.kv_bytes_per_token())
 
 
-def _run(model: Model, slots: SlotClass, start: int, count: int) -> float:
+def _run(model: Runner, slots: Slots, start: int, count: int) -> float:
     step = prefill_step(np.zeros(count, np.int64), start)
     started = time.perf_counter()
     model.run(slots, 0, step)

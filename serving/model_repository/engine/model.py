@@ -27,9 +27,9 @@ from serving.deploy import bundle_path, from_parameters
 from serving.engine.bundle import Bundle
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.metrics import EngineMetrics
-from serving.engine.model import Model
 from serving.engine.prefix import Prefixes
 from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
+from serving.engine.runner import open_runner
 from serving.engine.steps import StepServer
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 from serving.prefix_cache.rpc import Call, RemoteIndex, Reply
@@ -62,7 +62,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         bundle = Bundle.open(bundle_path(__file__))
         config = from_parameters(EngineConfig, args)
-        model = Model(bundle, config.threads)
+        model = open_runner(bundle, config.threads)
         prefixes = Prefixes(bundle, RemoteIndex(send), measure_cost(model))
         self.engine = Engine(model, config, prefixes)
         self.steps = StepServer(model, self.engine.max_seq_len) if config.calibration else None

@@ -53,6 +53,7 @@ class Stepper:
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec, self.bundle = model, model.spec, model.bundle
+        self.new_slots = model.new_slots
         self.steps: list[Step] = []
         self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
         self._open = self._fail = False

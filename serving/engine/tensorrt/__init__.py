@@ -1,0 +1,1 @@
+"""Runs a TensorRT engine: K/V in pages on the device, states per row, copies beside the layers."""
