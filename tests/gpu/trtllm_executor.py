@@ -54,6 +54,7 @@ class Executor:
                 self.manager.free_resources(request)
                 live.remove(request)
             self.manager.pages.check()
+        assert not self.manager.linear._live  # every row came back
         return requests
 
     def step(self, live: list[Request]) -> None:
