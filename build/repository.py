@@ -16,6 +16,8 @@ from serving.interface import INPUTS, OUTPUTS, Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("engine_configs", "serving")
+_SPARSE = "plugins/compressed_sparse_attention"
+OF_PLUGINS = ("plugins/__init__.py", f"{_SPARSE}/__init__.py", f"{_SPARSE}/ref.py")
 
 _ENGINE_INPUTS = (
     Tensor("tokens", "INT64", many=True),
@@ -38,8 +40,11 @@ _CACHE_OUTPUTS = (
 )
 
 
-def write_repository(bundle: Path, parameters: dict[str, dict[str, str]]) -> None:
-    """``parameters``: config.pbtxt parameters by model (see EngineConfig, CacheConfig)."""
+def write_repository(
+    bundle: Path, parameters: dict[str, dict[str, str]], engine_kind: str = "KIND_CPU"
+) -> None:
+    """``parameters``: config.pbtxt parameters by model (see EngineConfig, CacheConfig);
+    ``engine_kind``: where the engine runs, KIND_CPU or KIND_GPU."""
     models = {
         "llm": (INPUTS, OUTPUTS, True),
         "engine": (_ENGINE_INPUTS, _ENGINE_OUTPUTS, True),
@@ -50,13 +55,17 @@ def write_repository(bundle: Path, parameters: dict[str, dict[str, str]]) -> Non
         (folder / "1").mkdir(parents=True)
         source = ROOT / "serving" / "model_repository" / name / "model.py"
         shutil.copyfile(source, folder / "1" / "model.py")
-        text = config_pbtxt(name, inputs, outputs, decoupled, parameters.get(name, {}))
+        kind = engine_kind if name == "engine" else "KIND_CPU"
+        text = config_pbtxt(name, inputs, outputs, decoupled, parameters.get(name, {}), kind)
         (folder / "config.pbtxt").write_text(text)
     if built := native.library():
         (bundle / native.LIBRARY).parent.mkdir()
         shutil.copyfile(built, bundle / native.LIBRARY)
     for package in PACKAGES:
         _copy_python(ROOT / package, bundle / "python" / package)
+    for name in OF_PLUGINS:
+        (bundle / "python" / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, bundle / "python" / name)
 
 
 def config_pbtxt(
@@ -65,6 +74,7 @@ def config_pbtxt(
     outputs: tuple[Tensor, ...],
     decoupled: bool,
     parameters: dict[str, str],
+    kind: str = "KIND_CPU",
 ) -> str:
     """One instance each: the models keep state of their own. Every input may be absent."""
     lines = [f'name: "{name}"', 'backend: "python"', "max_batch_size: 0"]
@@ -72,7 +82,7 @@ def config_pbtxt(
         lines.append("model_transaction_policy { decoupled: true }")
     lines.append(_tensors("input", inputs, " optional: true"))
     lines.append(_tensors("output", outputs, ""))
-    lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
+    lines.append(f"instance_group [ {{ count: 1 kind: {kind} }} ]")
     for key, value in parameters.items():
         quoted = json.dumps(value, ensure_ascii=False)
         lines.append(f'parameters {{ key: "{key}" value {{ string_value: {quoted} }} }}')

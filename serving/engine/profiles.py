@@ -37,7 +37,7 @@ def limits(profiles: tuple[Profile, ...]) -> tuple[int, int, int]:
     )
 
 
-# A replay needs no logits, a decode one row per sequence.
+# From wide to narrow. A replay needs no logits, a decode one row per sequence.
 PROFILES = (
     Profile("prefill", (1, 1, 1), (1, CHUNK, CHUNK), (0, 1, 64)),
     Profile("replay", (1, 1, 1), (1, CHUNK // 2, CHUNK), (0, 0, 0)),

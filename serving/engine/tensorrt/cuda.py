@@ -15,8 +15,8 @@ from engine_configs.errors import BundleError, DeviceError
 from serving.engine.bundle import Bundle
 from serving.engine.tensorrt.device import Array, Event, Stream
 
-ENGINE = "model.engine"
-LIBRARY = "libhybrid_tensorrt.so"
+ENGINE = "engine/model.engine"
+LIBRARY = "plugins/libhybrid_tensorrt.so"
 PACKAGES = {"cuda.bindings.runtime": "cuda-python", "tensorrt": "tensorrt"}
 
 
@@ -109,13 +109,13 @@ class CudaExecutor:
 
     def __init__(self, bundle: Bundle, device: CudaDevice) -> None:
         self._stream = device.stream("compute")
-        engine_file, library = bundle.path / ENGINE, bundle.path / LIBRARY
+        engine_file, library = (bundle.path / name for name in (ENGINE, LIBRARY))
         for file in (engine_file, library):
             if not file.is_file():
                 raise BundleError(
-                    f"{file.name} is missing",
+                    f"{file.relative_to(bundle.path)} is missing",
                     where=str(bundle.path),
-                    fix="Run build_engine.py there, on the machine with the GPU",
+                    fix="README.md there says how to make it on the machine with the GPU",
                 )
         trt = package("tensorrt")
         self._logger = trt.Logger(trt.Logger.WARNING)

@@ -83,8 +83,9 @@ class EngineLayout:
         return prod(pool.shape) * int(np.dtype(self.dtype).itemsize)
 
     def profile(self, batch: int, tokens: int, logits: int, append: bool) -> int:
-        """The number of the profile that fits; replays have their own."""
-        for i, p in enumerate(self.profiles):
+        """The number of the last profile that fits, which is the narrowest; replays have their
+        own."""
+        for i, p in reversed(list(enumerate(self.profiles))):
             if p.holds(batch, tokens, logits) and (p.name != "replay" or not append):
                 return i
         raise BundleError(

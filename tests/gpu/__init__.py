@@ -1,0 +1,1 @@
+"""Tests of the GPU targets; none needs a GPU."""
