@@ -28,7 +28,7 @@ def write_kv(
     pool_v[page, place] = v.to(pool_v.dtype)
 
 
-@torch.library.custom_op("hybrid::paged_attention", mutates_args=())
+@torch.library.custom_op("hybrid::paged_attention", mutates_args=(), device_types="cpu")
 def paged_attention(
     q: torch.Tensor,
     pool_k: torch.Tensor,
@@ -74,7 +74,7 @@ def _paged_shapes(
     )
 
 
-@torch.library.custom_op("hybrid::sparse_decode_attention", mutates_args=())
+@torch.library.custom_op("hybrid::sparse_decode_attention", mutates_args=(), device_types="cpu")
 def sparse_decode_attention(
     q: torch.Tensor,
     pool_k: torch.Tensor,

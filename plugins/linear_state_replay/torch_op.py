@@ -13,7 +13,9 @@ import torch
 from plugins.linear_state_replay import ref
 
 
-@torch.library.custom_op("hybrid::linear_state_replay", mutates_args=("states",))
+@torch.library.custom_op(
+    "hybrid::linear_state_replay", mutates_args=("states",), device_types="cpu"
+)
 def linear_state_replay(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from build.checkpoint import Checkpoint, Weights
+from build.lab import Lab
+from build.pipeline import Options, Silent, new_manifest, write_graph, write_manifest
 from build.tensorrt_llm.package.install import install
 from build.tensorrt_llm.package.settings import ARCHITECTURE, Settings
+from engine_configs.families import read_checkpoint_config
+from serving.engine.bundle import Bundle
+from serving.engine.model import Model, decode_step
+from serving.replay.calibration import Calibration, LayerUnits, Point
 from tests.gpu.fake_trtllm import Request
 
 PAGE, BATCH = 16, 4
+TINY = Path(__file__).resolve().parents[2] / "engine_configs" / "hybrid-tiny"
+Logits = NDArray[np.float32]
 
 
 class Executor:
@@ -99,3 +110,39 @@ class Executor:
         )
         self.metadata = metadata
         return np.asarray(self.model(metadata, torch.tensor(tokens)).numpy())
+
+
+class Tiny:
+    """hybrid-tiny: its bundle in fp32, its weights, two prompts that share 137 tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.family = read_checkpoint_config(TINY)
+        self.spec = self.family.spec
+        self.weights = Weights(self.family, Checkpoint(TINY))
+        options = Options("tiny", self.family, TINY, folder)
+        digest = write_graph(options, self.weights, folder, Silent())
+        write_manifest(new_manifest(options, digest, folder), folder)
+        self.model = Model(Bundle.open(folder), threads=1)
+        ids = np.random.default_rng(7).integers(3, 250, 200)
+        self.first, self.second = ids[:150], np.concatenate([ids[:137], ids[150:163]])
+
+    def answer(self, prompt: NDArray[np.int64], count: int) -> tuple[list[int], Logits]:
+        """Greedy tokens and logits of a cold run of the bundle."""
+        lab = Lab(self.model, len(prompt) + count)
+        rows = [lab.ask(prompt, np.array([len(prompt) - 1]))[0]]
+        for position in range(len(prompt), len(prompt) + count - 1):
+            step = decode_step([int(rows[-1].argmax())], [position])
+            rows.append(self.model.run(lab.slots, 0, step)[0][0])
+        return [int(r.argmax()) for r in rows], np.stack(rows)
+
+    def calibration(self, **values: Any) -> Calibration:
+        """Says that split replay costs 0.01 and a 5 % tail 0.02."""
+        layers = tuple(
+            LayerUnits(i, (0, 1), (1.0,) * m.units(), (0.1,) * m.units())
+            for i, m in self.spec.state_layers()
+        )
+        known = Calibration(
+            status="imported", interval=32, min_tail=8, dtype="fp32", layers=layers,
+            curve=(Point(2, 8, 0.0, 1.0, 0.01), Point(0, 0, 0.05, 1.0, 0.02)), target_kl=0.1,
+        )  # fmt: skip
+        return replace(known, **values)
