@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # The models are small: one thread each is fastest and leaves the other core to the server.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-full native plugins-tensorrt lint format clean distclean
+.PHONY: help setup demo test test-full native plugins-tensorrt peers lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test-full  also the long ones"
 	@echo "make native     the CPU kernels; setup, demo and test do this by themselves"
 	@echo "make plugins-tensorrt  the TensorRT plugin library (needs no GPU)"
+	@echo "make peers      the peers of perf.ttft: llama.cpp's server, a GGUF writer"
 	@echo "make lint       ruff and mypy"
 	@echo "make setup      only install what the above need, into .venv"
 	@echo "make clean      remove outputs and caches; distclean also removes .venv"
@@ -41,6 +42,12 @@ test-full: .venv/ready native .venv/tensorrt/ready
 
 plugins-tensorrt: .venv/tensorrt/ready
 	$(PY) -m plugins.tensorrt.build
+
+peers: .venv/peers/ready
+
+.venv/peers/ready: requirements/peers.txt | .venv/ready
+	$(PY) -m pip install --quiet --no-deps --upgrade --target .venv/peers -r $<
+	touch $@
 
 lint: .venv/ready
 	$(PY) -m ruff check .
