@@ -19,6 +19,18 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     -> query_i                       [B, T, Hq*dk]       what attention layer i asks for: after
                                                          norm and RoPE (``ort`` lowering only)
 
+A decode step over compressed slots brings more, in the ``ort`` lowering (what it all means is said
+in plugins/compressed_sparse_attention/node.py). A run without these inputs is a dense one:
+
+    epsilon, bound_factor            [B]                 of each sequence
+    kv_rows_i                        [B, Hk] int32       rows in use, per head; for seqlens
+    summaries_i                      [B, Hk, S, 3*dk] fp16
+    stats_i                          [B, Hk, S, 2]
+    -> present_{summaries,stats}_i   may alias the inputs
+    -> error_bound_i, mass_read_i    [B, Hq]
+    -> rows_read_i                   [B, Hk] int32
+    -> chosen_i                      [B, Hk, S] uint8
+
 In the ``tensorrt`` lowering kv_append is int32 (not 0: append), there is no total_len, and K/V rows
 lie in blocks of a pool:
 
@@ -77,6 +89,14 @@ class GraphBuilder(Nodes):
     def output(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
         return name
+
+    def optional_input(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
+        """An input that a run may leave out, then its symbolic dims are 0; layers may share it."""
+        if name in self.constants:
+            return name
+        sizes = [0 if isinstance(d, str) else d for d in shape]
+        self.constants[name] = helper.make_tensor(name, kind, sizes, b"", raw=True)
+        return self.input(name, shape, kind)
 
     def small(self, path: str, make: Callable[[NDArray[Any]], NDArray[Any]] = lambda w: w) -> str:
         """A vector-sized weight, kept fp32 inside the model file."""

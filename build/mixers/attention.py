@@ -6,11 +6,12 @@ import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import TensorProto
 
 from build.mixers.common import StepInputs, node_path, per_head, rms_norm
 from engine_configs.mixers import AttentionMixer
 from engine_configs.spec import Attention, LatentAttention, Rope
-from plugins.compressed_sparse_attention.node import compressed_sparse_attention
+from plugins.compressed_sparse_attention.node import Compression, compressed_sparse_attention
 from plugins.compressed_sparse_attention.paged import paged_attention
 from serving.engine.profiles import BLOCK_TOKENS
 
@@ -121,6 +122,28 @@ def _attend(
         head_dim=m.head_dim,
         scale=m.scale,
         window=window,
+        compression=_compression(g, i, m) if g.lowering == "ort" and not window else None,
+    )
+
+
+def _compression(g: GraphBuilder, i: int, m: AttentionMixer) -> Compression:
+    """What a decode step over a compressed slot brings and gives; absent, the step is dense."""
+    heads, entries = m.num_kv_heads, ["Bc", m.num_kv_heads, f"S_{i}"]
+    half, int32 = TensorProto.FLOAT16, TensorProto.INT32
+    summaries, stats = [*entries, 3 * m.head_dim], [*entries, 2]
+    per_query = ["B", m.num_heads]
+    return Compression(
+        kv_rows=g.optional_input(f"kv_rows_{i}", ["Bc", heads], int32),
+        summaries=g.optional_input(f"summaries_{i}", summaries, half),
+        stats=g.optional_input(f"stats_{i}", stats),
+        epsilon=g.optional_input("epsilon", ["Bc"]),
+        factor=g.optional_input("bound_factor", ["Bc"]),
+        present_summaries=g.output(f"present_summaries_{i}", summaries, half),
+        present_stats=g.output(f"present_stats_{i}", stats),
+        error_bound=g.output(f"error_bound_{i}", per_query),
+        mass_read=g.output(f"mass_read_{i}", per_query),
+        rows_read=g.output(f"rows_read_{i}", ["B", heads], int32),
+        chosen=g.output(f"chosen_{i}", ["B", *entries[1:]], TensorProto.UINT8),
     )
 
 

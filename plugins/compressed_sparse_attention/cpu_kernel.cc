@@ -1,4 +1,5 @@
-// Softmax attention of a few query heads over rows of one K/V head, one pass, fp32.
+// Softmax attention of a few query heads over rows of one K/V head, and the same over summaries of
+// rows; one pass each, fp32.
 #include "compressed_sparse_attention/cpu.h"
 #include "native/simd.h"
 
@@ -18,44 +19,68 @@ inline __m256 half(Vec x) { return (__m256)x; }
 
 // Lane i is the sum of the lanes of x[i].
 inline __m256 sums_of_8(const Vec* x) {
-  const __m256 ab = _mm256_hadd_ps(half(x[0]), half(x[1])), cd = _mm256_hadd_ps(half(x[2]), half(x[3]));
-  const __m256 ef = _mm256_hadd_ps(half(x[4]), half(x[5])), gh = _mm256_hadd_ps(half(x[6]), half(x[7]));
-  const __m256 low = _mm256_hadd_ps(ab, cd), high = _mm256_hadd_ps(ef, gh);
+  __m256 pair[4];
+  for (int i = 0; i < 4; ++i) pair[i] = _mm256_hadd_ps(half(x[2 * i]), half(x[2 * i + 1]));
+  const __m256 low = _mm256_hadd_ps(pair[0], pair[1]), high = _mm256_hadd_ps(pair[2], pair[3]);
   return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
                        _mm256_permute2f128_ps(low, high, 0x31));
 }
 
 // Memory that will be wanted next, fetched in step with the work on what is at hand.
 struct Ahead {
-  const float* at;
-  const float* end;
+  const float *at, *end;
   inline void lines(int64_t n) {
     for (int64_t i = 0; i < n && at < end; ++i, at += 16) __builtin_prefetch(at);
   }
 };
 
-// scores[j * kBlock + r] = q_j . k_r for R rows and Q queries, R * Q = 8.
-template <int R, int Q>
-inline void score_tile(const float* q, int64_t stride, const float* const* k, int64_t dk,
-                       float* scores, Ahead& ahead) {
+// What a tile sums over the channels.
+struct Product {
+  static Vec add(Vec sum, Vec query, Vec key) { return sum + query * key; }
+};
+struct ProductOfSquare {
+  static Vec add(Vec sum, Vec query, Vec key) { return sum + query * (key * key); }
+};
+struct SquaredDistance {
+  static Vec add(Vec sum, Vec query, Vec key) { return sum + (query - key) * (query - key); }
+};
+
+// out[j * out_stride + r] for R rows of d channels and Q queries, R * Q = 8.
+template <int R, int Q, class Term, class T>
+inline void tile(const float* q, int64_t stride, const T* const* row, int64_t d, float* out,
+                 int64_t out_stride, Ahead& ahead) {
   Vec sum[8] = {};
   const auto step = [&](int64_t i, auto load_key) {
     Vec key[R];
-    for (int r = 0; r < R; ++r) key[r] = load_key(k[r] + i);
+    for (int r = 0; r < R; ++r) key[r] = load_key(row[r] + i);
     for (int j = 0; j < Q; ++j) {
       const Vec query = load(q + j * stride + i);
-      for (int r = 0; r < R; ++r) sum[j * R + r] += query * key[r];
+      for (int r = 0; r < R; ++r) sum[j * R + r] = Term::add(sum[j * R + r], query, key[r]);
     }
   };
   int64_t i = 0;
-  for (; i + kLanes <= dk; i += kLanes) {
-    step(i, [](const float* p) { return load(p); });
+  for (; i + kLanes <= d; i += kLanes) {
+    step(i, [](const T* p) { return load(p); });
     ahead.lines(R * kLanes / 16);
   }
-  if (i < dk) step(i, [n = dk - i](const float* p) { return load_part(p, n); });
-  alignas(32) float out[8];
-  _mm256_store_ps(out, sums_of_8(sum));
-  for (int j = 0; j < Q; ++j) memcpy(scores + j * kBlock, out + j * R, R * sizeof(float));
+  if (i < d) step(i, [n = d - i](const T* p) { return load_part(p, n); });
+  alignas(32) float sums[8];
+  _mm256_store_ps(sums, sums_of_8(sum));
+  for (int j = 0; j < Q; ++j) memcpy(out + j * out_stride, sums + j * R, R * sizeof(float));
+}
+
+// out [G, out_stride] for eight rows.
+template <class Term, class T>
+inline void eight_rows(const float* q, int64_t G, int64_t stride, const T* const* row, int64_t d,
+                       float* out, int64_t out_stride, Ahead& ahead) {
+  int64_t g = 0;
+  for (; g + 2 <= G; g += 2) {
+    const float* query = q + g * stride;
+    float* to = out + g * out_stride;
+    tile<4, 2, Term>(query, stride, row, d, to, out_stride, ahead);
+    tile<4, 2, Term>(query, stride, row + 4, d, to + 4, out_stride, ahead);
+  }
+  if (g < G) tile<8, 1, Term>(q + g * stride, stride, row, d, out + g * out_stride, out_stride, ahead);
 }
 
 // scores [G, kBlock] of up to kBlock rows; those beyond the last are kNone.
@@ -63,28 +88,11 @@ inline void score(const Heads& h, const float* k, int64_t rows, float* scores, A
   const float* row[8];
   for (int64_t r0 = 0; r0 < rows; r0 += 8) {
     for (int64_t r = 0; r < 8; ++r) row[r] = k + (r0 + r < rows ? r0 + r : rows - 1) * h.dk;
-    int64_t g = 0;
-    for (; g + 2 <= h.G; g += 2) {
-      const float* q = h.q + g * h.stride;
-      score_tile<4, 2>(q, h.stride, row, h.dk, scores + g * kBlock + r0, ahead);
-      score_tile<4, 2>(q, h.stride, row + 4, h.dk, scores + g * kBlock + r0 + 4, ahead);
-    }
-    if (g < h.G) {
-      score_tile<8, 1>(h.q + g * h.stride, h.stride, row, h.dk, scores + g * kBlock + r0, ahead);
-    }
+    eight_rows<Product>(h.q, h.G, h.stride, row, h.dk, scores + r0, kBlock, ahead);
   }
   for (int64_t g = 0; g < h.G; ++g) {
     for (int64_t r = rows; r < kBlock; ++r) scores[g * kBlock + r] = kNone;
   }
-}
-
-inline float largest(const float* x) {
-  Vec best = load(x);
-  for (int64_t i = kLanes; i < kBlock; i += kLanes) best = max(best, load(x + i));
-  float lane[kLanes], top = kNone;
-  store(lane, best);
-  for (float value : lane) top = value > top ? value : top;
-  return top;
 }
 
 inline void scale(float* x, int64_t n, float by) {
@@ -97,7 +105,9 @@ inline float exp_of(float x) { return exp(splat(x))[0]; }
 inline void weigh(const Heads& h, float* scores, Partial part) {
   for (int64_t g = 0; g < h.G; ++g) {
     float* s = scores + g * kBlock;
-    const float top = largest(s);
+    Vec best = load(s);
+    for (int64_t i = kLanes; i < kBlock; i += kLanes) best = max(best, load(s + i));
+    const float top = largest_of(best);
     if (top > part.max[g]) {
       const float shrink = exp_of(part.max[g] - top);
       part.max[g] = top;
@@ -110,25 +120,24 @@ inline void weigh(const Heads& h, float* scores, Partial part) {
       store(s + i, p);
       sum += p;
     }
-    float lane[kLanes];
-    store(lane, sum);
-    for (float value : lane) part.weight[g] += value;
+    part.weight[g] += sum_of(sum);
   }
 }
 
-// o_j += sum_r p[j, r] v_r over W vectors of Q queries.
-template <int Q, int W, class Load, class Store>
-inline void gather_tile(const float* p, const float* v, int64_t dv, int64_t rows, float* o,
+// o_j += sum_r p[j, r] row_r over W vectors of Q queries. `row(r)` is where the vectors start.
+template <int Q, int W, class Row, class Load, class Store>
+inline void gather_tile(const float* p, int64_t p_stride, Row row, int64_t rows, float* o,
                         int64_t stride, Ahead& ahead, int64_t lines, Load load_v, Store store_o) {
   Vec sum[Q][W];
   for (int j = 0; j < Q; ++j) {
     for (int w = 0; w < W; ++w) sum[j][w] = load(o + j * stride + w * kLanes);
   }
-  for (int64_t r = 0; r < rows; ++r, v += dv) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const auto* v = row(r);
     Vec value[W];
     for (int w = 0; w < W; ++w) value[w] = load_v(v + w * kLanes);
     for (int j = 0; j < Q; ++j) {
-      const Vec weight = splat(p[j * kBlock + r]);
+      const Vec weight = splat(p[j * p_stride + r]);
       for (int w = 0; w < W; ++w) sum[j][w] += weight * value[w];
     }
     ahead.lines(lines);
@@ -138,34 +147,38 @@ inline void gather_tile(const float* p, const float* v, int64_t dv, int64_t rows
   }
 }
 
-template <int Q, int W>
-inline void gather_heads(const Heads& h, const float* p, const float* v, int64_t rows, float* o,
-                         Ahead& ahead, int64_t lines) {
-  const auto whole = [](const float* x) { return load(x); };
+template <int Q, int W, class Row>
+inline void gather_heads(const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
+                         float* o, int64_t stride, Ahead& ahead, int64_t lines) {
+  const auto whole = [](const auto* x) { return load(x); };
   const auto put = [](float* x, Vec y) { store(x, y); };
   int64_t i = 0;
-  for (; i + W * kLanes <= h.dv; i += W * kLanes) {
-    gather_tile<Q, W>(p, v + i, h.dv, rows, o + i, h.stride, ahead, lines, whole, put);
+  const auto from = [&](int64_t r) { return row(r) + i; };
+  for (; i + W * kLanes <= d; i += W * kLanes) {
+    gather_tile<Q, W>(p, p_stride, from, rows, o + i, stride, ahead, lines, whole, put);
   }
-  for (; i + kLanes <= h.dv; i += kLanes) {
-    gather_tile<Q, 1>(p, v + i, h.dv, rows, o + i, h.stride, ahead, lines, whole, put);
+  for (; i + kLanes <= d; i += kLanes) {
+    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, lines, whole, put);
   }
-  if (i < h.dv) {
-    const auto part = [n = h.dv - i](const float* x) { return load_part(x, n); };
-    gather_tile<Q, 1>(p, v + i, h.dv, rows, o + i, h.stride, ahead, lines, part, put);
+  if (i < d) {
+    const auto part = [n = d - i](const auto* x) { return load_part(x, n); };
+    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, lines, part, put);
   }
 }
 
-// o_g += sum_r p[g, r] v_r
-inline void gather(const Heads& h, const float* p, const float* v, int64_t rows, Partial part,
-                   Ahead ahead) {
-  const int64_t turns = rows * ((h.G + 1) / 2) * ((h.dv + 31) / 32);
+// o [G, stride] += sum_r p[g, r] row_r
+template <class Row>
+inline void gather(int64_t G, const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
+                   float* o, int64_t stride, Ahead ahead) {
+  const int64_t turns = rows * ((G + 1) / 2) * ((d + 31) / 32);
   const int64_t lines = (ahead.end - ahead.at) / 16 / turns + 1;
   int64_t g = 0;
-  for (; g + 2 <= h.G; g += 2) {
-    gather_heads<2, 4>(h, p + g * kBlock, v, rows, part.o + g * h.stride, ahead, lines);
+  for (; g + 2 <= G; g += 2) {
+    gather_heads<2, 4>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead, lines);
   }
-  if (g < h.G) gather_heads<1, 8>(h, p + g * kBlock, v, rows, part.o + g * h.stride, ahead, lines);
+  if (g < G) {
+    gather_heads<1, 8>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead, lines);
+  }
 }
 
 void clear(const Heads& h, Partial part) {
@@ -174,14 +187,18 @@ void clear(const Heads& h, Partial part) {
   for (int64_t g = 0; g < h.G; ++g) part.max[g] = kNone;
 }
 
-void attend(const Heads& h, const float* k, const float* v, int64_t rows, Partial part) {
+void attend(const Heads& h, Rows rows, const int32_t* ids, int64_t count, Partial part) {
   alignas(64) float scores[kMaxGroup * kBlock];
-  for (int64_t r = 0; r < rows; r += kBlock) {
-    const int64_t n = rows - r < kBlock ? rows - r : kBlock;
-    const float *tile_v = v + r * h.dv, *next_k = k + (r + kBlock) * h.dk;
-    score(h, k + r * h.dk, n, scores, {tile_v, tile_v + n * h.dv});
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t first = (ids ? ids[i] : i) * kBlock;
+    const int64_t n = rows.count - first < kBlock ? rows.count - first : kBlock;
+    const float *k = rows.k + first * h.dk, *v = rows.v + first * h.dv;
+    const int64_t next = i + 1 < count ? (ids ? ids[i + 1] : i + 1) * kBlock : first;
+    const float* next_k = rows.k + next * h.dk;
+    score(h, k, n, scores, {v, v + n * h.dv});
     weigh(h, scores, part);
-    gather(h, scores, tile_v, n, part, {next_k, next_k + kBlock * h.dk});
+    gather(h.G, scores, kBlock, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
+           {next_k, next == first ? next_k : next_k + kBlock * h.dk});
   }
 }
 
@@ -208,8 +225,167 @@ void finish(const Heads& h, Partial part, float* o) {
   }
 }
 
+// f(first, row[8]) for the entries' channels from `offset` on, eight entries at a time.
+template <class F>
+inline void for_entries(const Heads& h, const Entries& e, int64_t offset, F f) {
+  const uint16_t* row[8];
+  const int64_t size = 2 * h.dk + h.dv;
+  for (int64_t i = 0; i < e.count; i += 8) {
+    for (int64_t r = 0; r < 8; ++r) {
+      const int64_t id = e.ids[i + r < e.count ? i + r : e.count - 1];
+      row[r] = e.entry + id * size + offset;
+    }
+    f(i, row);
+  }
+}
+
+void score_entries(const Heads& h, const float* q2, Entries e, bool sound, Estimates x) {
+  Ahead none{nullptr, nullptr};
+  for_entries(h, e, 0, [&](int64_t i, const uint16_t* const* row) {
+    const uint16_t* spread[8];
+    for (int r = 0; r < 8; ++r) spread[r] = row[r] + h.dk;
+    eight_rows<Product>(h.q, h.G, h.stride, row, h.dk, x.mean + i, e.stride, none);
+    if (sound) {
+      eight_rows<Product>(q2, h.G, h.stride, spread, h.dk, x.width + i, e.stride, none);
+    } else {
+      eight_rows<ProductOfSquare>(q2, h.G, h.stride, spread, h.dk, x.width + i, e.stride, none);
+    }
+  });
+  for (int64_t g = 0; g < h.G; ++g) {
+    float *mean = x.mean + g * e.stride, *width = x.width + g * e.stride;
+    for (int64_t i = e.count; i < e.stride; ++i) mean[i] = kNone, width[i] = 0;
+    if (sound) continue;
+    for (int64_t i = 0; i < e.stride; i += kLanes) {
+      const Vec w = load(width + i);
+      store(width + i, select(w > splat(30.0f), splat(30.0f), w));
+    }
+  }
+}
+
+float highest(int64_t g, Entries e, bool sound, Estimates x) {
+  const float *mean = x.mean + g * e.stride, *width = x.width + g * e.stride;
+  Vec top = splat(kNone);
+  for (int64_t i = 0; i < e.stride; i += kLanes) {
+    top = max(top, load(mean + i) + load(width + i) * splat(sound ? 1.0f : 0.5f));
+  }
+  return largest_of(top);
+}
+
+// e^x - 1, exact for small x too.
+inline Vec exp_less_1(Vec x) {
+  const Vec series = x * (splat(1.0f) + x * (splat(0.5f) + x * (splat(1.0f / 6) + x * splat(1.0f / 24))));
+  return select(x < splat(0.1f), series, exp(x) - splat(1.0f));
+}
+
+float masses(int64_t g, float top, Entries e, bool sound, Estimates x, float* low) {
+  const int64_t at = g * e.stride;
+  Vec sum = {}, low_sum = {};
+  for (int64_t i = 0; i < e.stride; i += kLanes) {
+    const Vec mean = load(x.mean + at + i) - splat(top), width = load(x.width + at + i);
+    const Vec rows = load(x.rows + i);
+    Vec mass, gap;
+    if (sound) {
+      const Vec below = rows * exp(mean - width), above = rows * exp(mean + width);
+      mass = (below + above) * splat(0.5f);
+      gap = (above - below) * splat(0.5f);
+      store(x.high + at + i, above);
+      low_sum += below;
+    } else {
+      mass = rows * exp(mean + width * splat(0.5f));
+      gap = mass * mass * exp_less_1(width) / max(rows, splat(1.0f));
+      low_sum += mass;
+    }
+    store(x.mass + at + i, mass);
+    store(x.gap + at + i, gap);
+    sum += mass;
+  }
+  *low = sum_of(low_sum);
+  return sum_of(sum);
+}
+
+void gather_entries(const Heads& h, Entries e, Estimates x, float* o) {
+  memset(o, 0, h.G * h.stride * sizeof(float));
+  const int64_t size = 2 * h.dk + h.dv;
+  for (int64_t i = 0; i < e.count; i += kBlock) {  // while they are in the nearest cache
+    const int64_t n = e.count - i < kBlock ? e.count - i : kBlock;
+    const auto row = [&](int64_t r) { return e.entry + e.ids[i + r] * size + 2 * h.dk; };
+    gather(h.G, x.mass + i, e.stride, row, n, h.dv, o, h.stride, {nullptr, nullptr});
+  }
+}
+
+void distances(const Heads& h, const float* o, Entries e, Estimates x) {
+  Ahead none{nullptr, nullptr};
+  for_entries(h, e, 2 * h.dk, [&](int64_t i, const uint16_t* const* row) {
+    eight_rows<SquaredDistance>(o, h.G, h.stride, row, h.dv, x.away + i, e.stride, none);
+  });
+}
+
+void errors(int64_t g, float over, Entries e, bool sound, Estimates x) {
+  const int64_t at = g * e.stride;
+  for (int64_t i = 0; i < e.count; i += kLanes) {
+    const Vec gap = load(x.gap + at + i), away = load(x.away + at + i);
+    const Vec spread = load(x.value_spread + i);
+    Vec error;
+    if (sound) {
+      error = (gap * root(away) + load(x.high + at + i) * spread) * splat(over);
+    } else {
+      error = gap * (splat(over) * splat(over)) * (spread * spread + away);
+    }
+    store(x.error + at + i, error);
+  }
+}
+
+inline float of_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+// The smallest float16 that is not below x >= 0.
+inline uint16_t half_above(double x) {
+  const uint16_t nearest = to_half((float)x);
+  return (double)of_half(nearest) < x ? nearest + 1 : nearest;
+}
+
+void summarise(Rows rows, int64_t dk, int64_t dv, bool sound, uint16_t* entry, float* stats) {
+  const double n = (double)rows.count;
+  for (int64_t c = 0; c < dk; ++c) {
+    const float* k = rows.k + c;
+    double low = k[0], high = k[0], sum = 0;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const double x = k[r * dk];
+      low = x < low ? x : low, high = x > high ? x : high, sum += x;
+    }
+    entry[c] = to_half((float)(sound ? (low + high) / 2 : sum / n));
+    const double centre = of_half(entry[c]);
+    double far = 0, squares = 0;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const double away = __builtin_fabs(k[r * dk] - centre);
+      far = away > far ? away : far, squares += away * away;
+    }
+    entry[dk + c] = sound ? half_above(far) : to_half((float)__builtin_sqrt(squares / n));
+  }
+  double far = 0, squares = 0;
+  for (int64_t c = 0; c < dv; ++c) {
+    double sum = 0;
+    for (int64_t r = 0; r < rows.count; ++r) sum += rows.v[r * dv + c];
+    entry[2 * dk + c] = to_half((float)(sum / n));
+  }
+  for (int64_t r = 0; r < rows.count; ++r) {
+    double distance = 0;
+    for (int64_t c = 0; c < dv; ++c) {
+      const double away = rows.v[r * dv + c] - (double)of_half(entry[2 * dk + c]);
+      distance += away * away;
+    }
+    far = distance > far ? distance : far, squares += distance;
+  }
+  stats[0] = (float)n;
+  stats[1] = (float)__builtin_sqrt(sound ? far : squares / n);
+  if (sound) stats[1] *= 1.0000002f;  // rounded up
+}
+
 }  // namespace
 
-extern const AttentionKernels attention_kernels = {clear, attend, merge, finish};
+extern const AttentionKernels attention_kernels = {
+    clear,   attend,         merge,     finish, score_entries, masses,
+    highest, gather_entries, distances, errors, summarise,
+};
 
 }  // namespace hybrid::FORM

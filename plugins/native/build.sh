@@ -7,11 +7,11 @@ cd "$(dirname "$0")/.."
 OUT=../artifacts/native
 LIBRARY=$OUT/libhybrid_ops.so
 FLAGS=(-O3 -DNDEBUG)
-WIDE=(-mavx512f -mfma)
+WIDE=(-mavx512f -mfma -mf16c)
 if [ "${1:-}" = asan ]; then
     LIBRARY=$OUT/libhybrid_ops_asan.so
     FLAGS=(-O1 -g -fsanitize=address -fno-omit-frame-pointer -DWIDE_ANYWHERE)
-    WIDE=(-mavx2 -mfma)  # the sixteen lanes of the AVX-512 form on any machine, as pairs of eight
+    WIDE=(-mavx2 -mfma -mf16c -Wno-psabi)  # the sixteen lanes of the AVX-512 form on any machine, as pairs of eight
 fi
 # ONNX Runtime's headers: no wheel has them, Debian's package does. A library built with those of an
 # earlier version runs in later ones.
@@ -56,11 +56,11 @@ INCLUDE=$(find_headers) || skip "ONNX Runtime's headers were not found (ORT_INCL
 scratch=$(mktemp -d "$OUT/build.XXXX")
 trap 'rm -rf "$scratch"' EXIT
 jobs=()
-for source in native/*.cc */cpu.cc; do
+for source in native/*.cc */cpu.cc */cpu_sparse.cc; do
     compile "$scratch/${source//\//_}.o" "$source" -ffp-contract=off & jobs+=($!)
 done
 for source in */cpu_kernel.cc; do
-    compile "$scratch/${source//\//_}.avx2.o" "$source" -DFORM=avx2 -DLANES=8 -mavx2 -mfma & jobs+=($!)
+    compile "$scratch/${source//\//_}.avx2.o" "$source" -DFORM=avx2 -DLANES=8 -mavx2 -mfma -mf16c & jobs+=($!)
     compile "$scratch/${source//\//_}.avx512.o" "$source" -DFORM=avx512 -DLANES=16 "${WIDE[@]}" & jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job" || { say "it does not compile"; exit 1; }; done

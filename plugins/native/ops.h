@@ -78,6 +78,8 @@ struct Op : Ort::CustomOpBase<Op<Kernel>, StatusOf<Kernel>, true> {
 };
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kFloat16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 

@@ -30,6 +30,28 @@ inline Vec load_part(const float* p, int64_t n) {
 #endif
 }
 
+inline Vec load(const uint16_t* p) {  // float16
+#if LANES == 8
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(
+      0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)));
+  Vec x;
+  memcpy(&x, &low, sizeof(low));
+  memcpy(reinterpret_cast<char*>(&x) + sizeof(low), &high, sizeof(high));
+  return x;
+#endif
+}
+
+inline Vec load_part(const uint16_t* p, int64_t n) {
+  uint16_t part[kLanes] = {};
+  memcpy(part, p, n * sizeof(uint16_t));
+  return load(part);
+}
+
 inline void store_part(float* p, Vec x, int64_t n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
@@ -52,6 +74,25 @@ inline void for_vectors(int64_t n, F f) {
 }
 
 inline Vec select(IntVec mask, Vec a, Vec b) { return mask ? a : b; }
+inline Vec absolute(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
+inline Vec root(Vec x) {
+#if LANES == 8
+  return (Vec)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int64_t i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+inline float sum_of(Vec x) {
+  float sum = 0;
+  for (int64_t i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+inline float largest_of(Vec x) {
+  float top = x[0];
+  for (int64_t i = 1; i < kLanes; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
 // e^x to 2 ulp; 0 below -87.7, and x is at most 88. NaN stays NaN.

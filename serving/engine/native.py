@@ -1,13 +1,19 @@
-"""Where the library of CPU kernels lies, if it was built (`make native`)."""
+"""The library of CPU kernels, if it was built (`make native`): where it lies, what it does."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
+Floats = NDArray[np.float32]
+Halves = NDArray[np.float16]
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path("native") / "libhybrid_ops.so"
 _log = logging.getLogger(__name__)
@@ -35,3 +41,32 @@ def register(options: ort.SessionOptions, bundle: Path | None = None) -> bool:
         _log.warning("the CPU kernels of %s do not load (%s): the slower bodies run", path, e)
         return False
     return True
+
+
+def summarise_slot(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Floats]:
+    """The summaries of a slot's rows, a block of 32 at a time: k [rows, dk], v [rows, dv], both
+    contiguous.
+
+    Returns entries [M, 2*dk + dv] float16 and stats [M, 2], M = ceil(rows / 32), as ``summarise``
+    of the attention op's reference gives them one by one. Raises OSError without the library.
+    """
+    rows, dk, dv = *k.shape, v.shape[1]
+    blocks = -(-rows // 32)
+    entries = np.empty((blocks, 2 * dk + dv), np.float16)
+    stats = np.empty((blocks, 2), np.float32)
+    for array in (k, v):
+        assert array.flags.c_contiguous
+        assert array.dtype == np.float32
+    arrays = [ctypes.c_void_p(a.ctypes.data) for a in (k, v, entries, stats)]
+    sizes = [ctypes.c_int64(n) for n in (rows, dk, dv, blocks)]
+    if _functions().hybrid_summarise(*arrays[:2], *sizes, int(sound), *arrays[2:]):
+        raise OSError("the CPU kernels do not run on this machine")
+    return entries, stats
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    path = library()
+    if path is None:
+        raise OSError("libhybrid_ops.so was not built: make native")
+    return ctypes.CDLL(str(path))
