@@ -137,7 +137,8 @@ def config(settings: Settings, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "max_position_embeddings": spec.max_position,
-        "tie_word_embeddings": spec.tie_embeddings,
+        # TensorRT-LLM would look for an embedding of its own; load_weights fills its head instead.
+        "tie_word_embeddings": False,
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(spec.eos_token_ids),
         "hybrid_serve": settings.to_json(),

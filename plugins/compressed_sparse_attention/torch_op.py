@@ -2,8 +2,8 @@
 module registers the ops.
 
 K/V rows live in pages of a pool. Both ops only read: a step that appends writes its rows with
-`write_kv` first, a replay brings none. On a CPU the ops are the mathematics of ``ref.py`` in
-float64, on a GPU the kernels of ``kernel.py``.
+`write_kv` first, a replay brings none. On a CPU they are the mathematics of ``ref.py`` in float64;
+on a GPU the first is the kernel of ``kernel.py``, the second gathers its blocks, in fp32.
 """
 
 from __future__ import annotations
@@ -74,6 +74,46 @@ def _paged_shapes(
     )
 
 
+@paged_attention.register_kernel("cuda")
+def _paged_on_gpu(
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    total_lens: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from plugins.compressed_sparse_attention import kernel
+
+    (pool_k, step), (pool_v, other) = contiguous_pages(pool_k), contiguous_pages(pool_v)
+    if step != other:
+        raise ValueError(f"K pages lie {step} pages apart, V pages {other}")
+    o, lse = kernel.attend(
+        q.contiguous()[None], pool_k, pool_v, block_table * step, total_lens, scale=scale,
+        window=window, starts=starts, lengths=lengths, max_length=max_length,
+    )  # fmt: skip
+    return o[0], lse[0]
+
+
+def contiguous_pages(pool: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A contiguous view [P', page, Hk, d] of a pool that is every m-th page of one, and m.
+
+    Page p of the pool is page p * m of the view: engines keep K and V pages in turn. Raises
+    ValueError where a page itself is not contiguous.
+    """
+    pages, *shape = pool.shape
+    size = math.prod(shape)
+    step, rest = divmod(pool.stride(0), size)
+    if rest or not step or not pool[0].is_contiguous():
+        raise ValueError(f"pages of {shape} with strides {pool.stride()} are not contiguous")
+    strides = (size, *pool[0].stride())
+    return pool.as_strided(((pages - 1) * step + 1, *shape), strides), step
+
+
 @torch.library.custom_op("hybrid::sparse_decode_attention", mutates_args=(), device_types="cpu")
 def sparse_decode_attention(
     q: torch.Tensor,
@@ -83,34 +123,63 @@ def sparse_decode_attention(
     total_lens: torch.Tensor,
     selected: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One query of each of B sequences over selected blocks of its pages.
 
     q [B, Hq, dk]; pools and tables as above; selected [B, Hk, S] int32: numbers of the blocks that
-    each K/V head reads, no block twice, -1 = none. Returns o [B, Hq, dv], the log-sum-exp over the
-    rows read [B, Hq] fp32, and the attention mass of the rows left out [B, Hq] fp32 (ref.py's
-    error_bound).
+    each K/V head reads, at least one with rows in it, no block twice, -1 = none. Returns
+    o [B, Hq, dv] and the log-sum-exp over the rows read [B, Hq] fp32: with that of dense attention
+    it gives the attention mass left out, ref.py's error_bound.
     """
-    page = pool_k.shape[1]
-    o = q.new_zeros(*q.shape[:2], pool_v.shape[-1])
-    lse, dropped = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
-    for b, total in enumerate(total_lens.tolist()):
-        k, v = (_gather(pool, block_table[b], total) for pool in (pool_k, pool_v))
-        block = torch.arange(total) // page
-        read = (selected[b][:, :, None] == block).any(1)[:, None]
-        every = torch.ones_like(read)
-        out, kept = _attend(q[b : b + 1], k, v, read, scale)
-        _, whole = _attend(q[b : b + 1], k, v, every, scale)
-        o[b], lse[b], dropped[b] = out[0].to(o.dtype), kept[0], -torch.expm1(kept - whole)[0]
-    return o, lse, dropped
+    return _selected(q, pool_k, pool_v, block_table, total_lens, selected, scale, torch.float64)
 
 
 @sparse_decode_attention.register_fake
 def _sparse_shapes(
     q: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     sums = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return q.new_empty(*q.shape[:2], pool_v.shape[-1]), sums, torch.empty_like(sums)
+    return q.new_empty(*q.shape[:2], pool_v.shape[-1]), sums
+
+
+@sparse_decode_attention.register_kernel("cuda")
+def _sparse_on_gpu(
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    block_table: torch.Tensor,
+    total_lens: torch.Tensor,
+    selected: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _selected(q, pool_k, pool_v, block_table, total_lens, selected, scale, torch.float32)
+
+
+def _selected(
+    q: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    block_table: torch.Tensor,
+    total_lens: torch.Tensor,
+    selected: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    B, Hk, S = selected.shape
+    place = torch.arange(pool_k.shape[1], device=q.device)
+    head = torch.arange(Hk, device=q.device)[:, None, None]
+    block = selected.clamp(min=0).long()
+    pages = block_table.long().gather(1, block.flatten(1)).reshape(B, Hk, S, 1)
+    row = block[..., None] * len(place) + place
+    live = (selected[..., None] >= 0) & (row < total_lens[:, None, None, None])  # [B, Hk, S, page]
+    k, v = (pool[pages, place, head].to(dtype) for pool in (pool_k, pool_v))
+    grouped = q.to(dtype).reshape(B, Hk, -1, q.shape[-1])
+    score = torch.einsum("bhgd,bhspd->bhgsp", grouped, k) * scale
+    score = score.masked_fill(~live[:, :, None], -math.inf).flatten(-2)
+    v = v.masked_fill(~live[..., None], 0).flatten(2, 3)  # rows that are not read may be NaN
+    o = torch.einsum("bhgn,bhnd->bhgd", score.softmax(-1), v)
+    lse = score.logsumexp(-1)
+    return o.flatten(1, 2).to(q.dtype), lse.flatten(1).float()
 
 
 def _gather(pool: torch.Tensor, table: torch.Tensor, total: int) -> torch.Tensor:

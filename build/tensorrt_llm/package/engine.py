@@ -100,6 +100,11 @@ class HybridServeForCausalLM(DecoderModelForCausalLM):  # type: ignore[misc]
         )
         self._scale, self._cap = spec.logit_scale, spec.logit_softcap
 
+    @classmethod
+    def get_preferred_kv_cache_manager_version(cls, pretrained_config: Any = None) -> str:
+        """What line 1.4 asks a model whose configuration leaves it open; line 1.2 has no choice."""
+        return "V2"
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         logits: torch.Tensor = super().forward(*args, **kwargs) * self._scale
         return (logits / self._cap).tanh() * self._cap if self._cap else logits

@@ -100,7 +100,7 @@ def _attend(
     selected = c.select(i, q, step) if c.select and step.decode else None
     o: Tensor
     if selected is not None:
-        o, *_ = sparse_decode_attention(
+        o, _ = sparse_decode_attention(
             q, keys, values, step.block_table, step.total_lens, selected, m.scale
         )
         return o

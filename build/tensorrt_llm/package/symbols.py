@@ -6,7 +6,7 @@ before anything is patched and raises one error where they differ.
 What the rows were read from. Neither the sources of the tag v1.2.1 nor those of v1.4.0rc1 were at
 hand: the published packages are stubs. Rows of line 1.2 follow texts of the repository's main
 branch from before KVCacheManagerV2 (merged after release/1.2 had branched off); rows of line 1.4
-follow texts of main from 2026-07 to 2026-10, those with a commit named in ``read``. So a row is
+follow texts of main of 2026, with the commit where it was known. So a row is
 what those texts say, not what the release was seen to have; `check` is what decides on the spot.
 """
 
@@ -130,8 +130,7 @@ SYMBOLS: dict[str, tuple[Symbol, ...]] = {
         ),
         _symbol(
             _V2, "KVCacheManagerV2.update_resources", "overridden",
-            "self scheduled_batch attn_metadata kv_cache_dtype_byte_size",
-            "main of 2026, before the move to kv_cache/",
+            "self scheduled_batch attn_metadata kv_cache_dtype_byte_size", _NEW,
         ),
         _symbol(_V2, "KVCacheManagerV2.try_commit_blocks", "called", "self request", _NEW),
         _symbol(
