@@ -35,7 +35,7 @@ In the ``tensorrt`` lowering kv_append is int32 (not 0: append), there is no tot
 lie in blocks of a pool:
 
     block_table                      [B, M] int32        row t lies in block block_table[b, t // R]
-    key_pool_i, value_pool_i         [P, Hk, R, dk]      bf16 or fp16, P blocks of R rows
+    key_pool_i, value_pool_i         [P, R, Hk, dk]      bf16 or fp16, P blocks of R rows
     -> present_{key,value}_pool_i    alias the inputs
 
 Padding tokens (t >= valid_len) leave every state as it was; their K/V rows are written past the

@@ -92,7 +92,7 @@ def _attend(
 ) -> str:
     window = m.window if isinstance(m, Attention) else None
     if g.lowering == "tensorrt":
-        pool = ["P", m.num_kv_heads, BLOCK_TOKENS, m.head_dim]
+        pool = ["P", BLOCK_TOKENS, m.num_kv_heads, m.head_dim]
         past = [g.input(f"{n}_pool_{i}", pool, g.half) for n in ("key", "value")]
         key, value = (g.output(f"present_{name}", pool, g.half) for name in past)
         return paged_attention(

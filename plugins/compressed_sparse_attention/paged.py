@@ -1,7 +1,7 @@
 """How TensorRT sees ``hybrid::CompressedSparseAttention``: K/V rows in blocks of a pool.
 
 Inputs   q [B, T, Hq*d], k_new, v_new [B, T, Hk*d] half precision, key_pool, value_pool
-         [P, Hk, R, d] half precision (P blocks of R rows), block_table [B, M] int32 (row t of
+         [P, R, Hk, d] half precision (P blocks of R rows), block_table [B, M] int32 (row t of
          sequence b lies in block block_table[b, t // R]), seqlens [B] int32 (tokens visible to the
          last query, its own included), kv_append [1] int32 (0: replay, nothing is written)
 Outputs  o [B, T, Hq*d] half precision, the two pools (in place of the inputs)
@@ -67,7 +67,7 @@ def _body(
     b: Nodes, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None
 ) -> None:
     """Scatter the new rows, gather each sequence's rows, attend under a position mask."""
-    rows_per_block = b.op("Shape", ["key_pool"], "rows_per_block", start=2, end=3)
+    rows_per_block = b.op("Shape", ["key_pool"], "rows_per_block", start=1, end=2)
     tokens = b.op("Squeeze", [b.op("Shape", ["q"], "length", start=1, end=2)], "tokens")
     total = b.op("Unsqueeze", [b.cast("seqlens", TensorProto.INT64, "total"), b.const([1])], "end")
     first = b.op("Sub", [total, tokens], "first")
@@ -83,12 +83,10 @@ def _body(
     append = b.op("Greater", ["kv_append", b.const([0], np.int32)], "append")
 
     def cache(new: str, pool: str, present: str) -> str:
-        by_row = b.op("Transpose", [pool], f"{pool}/by_row", perm=[0, 2, 1, 3])  # [P, R, Hk, d]
         rows = b.reshape(new, [0, 0, num_kv_heads, head_dim], f"{new}/rows")
-        written = b.op("ScatterND", [by_row, row, rows], f"{pool}/written")
-        kept = b.op("Where", [append, written, by_row], f"{pool}/kept")
-        b.op("Transpose", [kept], present, outputs=[present], perm=[0, 2, 1, 3])
-        blocks = b.op("Gather", [kept, table], f"{pool}/blocks")  # [B, M, R, Hk, d]
+        written = b.op("ScatterND", [pool, row, rows], f"{pool}/written")
+        b.op("Where", [append, written, pool], present, outputs=[present])
+        blocks = b.op("Gather", [present, table], f"{pool}/blocks")  # [B, M, R, Hk, d]
         wide = b.cast(blocks, TensorProto.FLOAT, f"{pool}/fp32")
         merged = b.reshape(wide, [0, -1, num_kv_heads, head_dim], f"{pool}/merged")
         return str(b.op("Transpose", [merged], f"{pool}/heads", perm=[0, 2, 1, 3]))

@@ -1,5 +1,5 @@
 // hybrid::CompressedSparseAttention (dense): q [B, T, Hq*d], k_new, v_new [B, T, Hk*d],
-// key_pool, value_pool [P, Hk, page, d], block_table [B, M] int32, seqlens [B] int32 (tokens visible
+// key_pool, value_pool [P, page, Hk, d], block_table [B, M] int32, seqlens [B] int32 (tokens visible
 // to the last query, its own included), kv_append [1] int32 (0: replay, write nothing)
 // -> o [B, T, Hq*d], the two pools in place.
 #include "kernels.h"
@@ -44,9 +44,9 @@ class CompressedSparseAttention final : public Plugin {
         require(static_cast<int32_t>(in.size()) == numInputs(),
             std::to_string(in.size()) + " inputs, expected " + std::to_string(numInputs()));
         for (int32_t which : {kKEY_POOL, kVALUE_POOL}) {
-            require(in[which].nbDims == 4 && in[which].d[1] == mHk,
-                "a pool is " + dimsText(in[which]) + ", expected [blocks, " +
-                    std::to_string(mHk) + ", rows, d]");
+            require(in[which].nbDims == 4 && in[which].d[2] == mHk,
+                "a pool is " + dimsText(in[which]) + ", expected [blocks, rows, " +
+                    std::to_string(mHk) + ", d]");
         }
         int64_t const size = in[kKEY_POOL].d[3];
         auto const width = [&](int32_t which, int64_t heads, char const* name) {
@@ -60,6 +60,7 @@ class CompressedSparseAttention final : public Plugin {
         require(in[kTABLE].nbDims == 2 && in[kSEQLENS].nbDims == 1 && in[kAPPEND].nbDims == 1,
             "block_table, seqlens and kv_append are " + dimsText(in[kTABLE]) + ", " +
                 dimsText(in[kSEQLENS]) + ", " + dimsText(in[kAPPEND]));
+        find(wanted("append_kv", in[kKEY_POOL], half));
         find(wanted("paged_attention", in[kKEY_POOL], half));
     }
 
@@ -111,7 +112,7 @@ class CompressedSparseAttention final : public Plugin {
   private:
     Wanted wanted(char const* kernel, nv::Dims const& pool, nv::DataType half) const {
         return {kernel, typeName(half),
-            {{"D", static_cast<int>(pool.d[3])}, {"PAGE", static_cast<int>(pool.d[2])}}};
+            {{"D", static_cast<int>(pool.d[3])}, {"PAGE", static_cast<int>(pool.d[1])}}};
     }
 
     void run(nv::PluginTensorDesc const* in, void const* const* inputs, void* o,
@@ -143,9 +144,9 @@ class CompressedSparseAttention final : public Plugin {
             return static_cast<int>((rows + step - 1) / step);
         };
         Launch append(wanted("append_kv", in[kKEY_POOL].dims, in[kQ].type));
-        bind(append).run(tiles(append, q.d[1], "ROWS"), pairs, stream);
+        bind(append).run(tiles(append, q.d[1], "ROWS"), pairs, 1, stream);
         Launch attend(wanted("paged_attention", in[kKEY_POOL].dims, in[kQ].type));
-        bind(attend).run(tiles(attend, q.d[1] * (mHq / mHk), "BQ"), pairs, stream);
+        bind(attend).run(tiles(attend, q.d[1] * (mHq / mHk), "BQ"), pairs, 1, stream);
     }
 
     int32_t mHq = 0, mHk = 0, mWindow = 0, mLayer = -1;

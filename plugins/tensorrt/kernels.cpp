@@ -18,15 +18,14 @@ bool matches(Kernel const& kernel, Wanted const& wanted) {
     }
     for (int i = 0; i < kernel.numArguments; ++i) {
         Argument const& argument = kernel.arguments[i];
-        if (argument.name == std::string("q") && argument.type != "*" + wanted.type) {
+        std::string const name = argument.name;
+        if ((name == "q" || name == "k") && argument.type != "*" + wanted.type) {
             return false;
         }
     }
     return std::all_of(wanted.constants.begin(), wanted.constants.end(), [&](Constant const& c) {
-        return std::any_of(kernel.constants, kernel.constants + kernel.numConstants,
-            [&](Constant const& has) {
-                return has.name == std::string(c.name) && has.value == c.value;
-            });
+        Constant const* const has = kernel.find(c.name);
+        return !has || has->value == c.value;
     });
 }
 
@@ -48,7 +47,10 @@ std::string alternatives(Wanted const& wanted) {
         }
         std::ostringstream row;
         for (Constant const& c : wanted.constants) {
-            row << c.name << '=' << kernel.constant(c.name) << ' ';
+            Constant const* const has = kernel.find(c.name);
+            if (has) {
+                row << c.name << '=' << has->value << ' ';
+            }
         }
         row << kernel.arguments[0].type + 1;
         if (std::find(rows.begin(), rows.end(), row.str()) == rows.end()) {
@@ -127,13 +129,19 @@ CUfunction functionOf(Kernel const& kernel, Device const& device) {
 
 }  // namespace
 
+Constant const* Kernel::find(std::string const& which) const {
+    auto const* const end = constants + numConstants;
+    auto const* const found =
+        std::find_if(constants, end, [&](Constant const& c) { return c.name == which; });
+    return found == end ? nullptr : found;
+}
+
 int Kernel::constant(std::string const& which) const {
-    for (int i = 0; i < numConstants; ++i) {
-        if (constants[i].name == which) {
-            return constants[i].value;
-        }
+    Constant const* const found = find(which);
+    if (!found) {
+        throw Error(std::string(name) + " has no constant " + which);
     }
-    throw Error(std::string(name) + " has no constant " + which);
+    return found->value;
 }
 
 Kernel const& find(Wanted const& wanted) {
@@ -172,7 +180,7 @@ Launch& Launch::number(char const* name, double real) {
     return *this;
 }
 
-void Launch::run(int gridX, int gridY, CUstream stream) {
+void Launch::run(int gridX, int gridY, int gridZ, CUstream stream) {
     // The last two arguments are Triton-lang's own and unused.
     tensor("scratch", nullptr).tensor("profile", nullptr);
     std::vector<void*> arguments;
@@ -186,7 +194,7 @@ void Launch::run(int gridX, int gridY, CUstream stream) {
         arguments.push_back(&given->second);
     }
     Driver const& driver = Driver::get();
-    driver.check(driver.launchKernel(mFunction, gridX, gridY, 1, 32 * mKernel->warps, 1, 1,
+    driver.check(driver.launchKernel(mFunction, gridX, gridY, gridZ, 32 * mKernel->warps, 1, 1,
                      mKernel->sharedBytes, stream, arguments.data(), nullptr),
         mKernel->symbol);
 }

@@ -33,11 +33,13 @@ struct Kernel {
     int numConstants;
     unsigned char const* image;
 
+    Constant const* find(std::string const& which) const;  // null where there is none
     // Throws Error when the kernel has no constant of this name.
     int constant(std::string const& which) const;
 };
 
-// A kernel by what it was compiled for. `type`: of its argument "q".
+// A kernel by what it was compiled for. `type`: of its arguments "q" and "k"; constants that the
+// kernel does not have are no matter.
 struct Wanted {
     char const* name;
     std::string type;
@@ -58,7 +60,7 @@ class Launch {
     Launch& tensor(char const* name, void const* pointer);
     Launch& number(char const* name, std::int64_t value);
     Launch& number(char const* name, double value);
-    void run(int gridX, int gridY, CUstream stream);
+    void run(int gridX, int gridY, int gridZ, CUstream stream);
 
   private:
     union Value {

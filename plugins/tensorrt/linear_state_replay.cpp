@@ -66,8 +66,9 @@ class LinearStateReplay final : public Plugin {
         if (delta()) {
             width(kLOG_DECAY + gated(), mHv, 1, "beta");
         }
-        find(wanted("recurrent", state, decay(in), half));
-        find(wanted("chunk_scan", state, decay(in), half));
+        for (char const* kernel : {"recurrent", "chunk_states", "chunk_outputs"}) {
+            find(wanted(kernel, state, decay(in), half));
+        }
     }
 
     int32_t getOutputShapes(nv::DimsExprs const* in, int32_t nbInputs, nv::DimsExprs const*,
@@ -90,7 +91,7 @@ class LinearStateReplay final : public Plugin {
             for (int32_t i = 0; i < numInputs(); ++i) {
                 dims.push_back(in[i].max);
             }
-            return 4 * static_cast<size_t>(scratch(dims).total());
+            return scratch(dims).bytes;
         });
     }
 
@@ -103,7 +104,7 @@ class LinearStateReplay final : public Plugin {
                 dims.push_back(in[i].dims);
             }
             if (dims[kQ].d[0] * dims[kQ].d[1] > 0) {
-                run(dims, in[0].type, inputs, outputs, static_cast<float*>(workspace), stream);
+                run(dims, in[0].type, inputs, outputs, static_cast<char*>(workspace), stream);
             }
             return 0;
         });
@@ -113,10 +114,9 @@ class LinearStateReplay final : public Plugin {
     nv::AsciiChar const* getPluginName() const noexcept override { return kNAME; }
 
   private:
-    // Sizes, in floats, of what the chunked form keeps between its two kernels.
+    // Where in the workspace the chunked form keeps what its kernels leave for each other.
     struct Scratch {
-        int64_t attention, inverse, decaySum;
-        int64_t total() const { return attention + inverse + decaySum; }
+        size_t states, updates, inverse, sums, entering, leaving, bytes;
     };
 
     bool gated() const { return mRule.find("gated") != std::string::npos; }
@@ -128,81 +128,91 @@ class LinearStateReplay final : public Plugin {
     }
 
     Wanted wanted(char const* kernel, nv::Dims const& state, int decay, nv::DataType half) const {
-        Wanted w{kernel, typeName(half), {{"DK", static_cast<int>(state.d[2])}}};
-        if (kernel != std::string("chunk_matrices")) {
-            w.constants.push_back({"DV", static_cast<int>(state.d[3])});
-        }
-        if (kernel != std::string("recurrent")) {
-            w.constants.push_back({"C", mChunk});
-        }
-        w.constants.push_back({"DECAY", decay});
-        w.constants.push_back({"DELTA", delta()});
-        return w;
+        return {kernel, typeName(half),
+            {{"DK", static_cast<int>(state.d[2])}, {"DV", static_cast<int>(state.d[3])},
+                {"C", mChunk}, {"DECAY", decay}, {"DELTA", delta()}}};
     }
 
     int64_t chunks(int64_t tokens) const { return (tokens + mChunk - 1) / mChunk; }
 
     Scratch scratch(std::vector<nv::Dims> const& in) const {
         int64_t const tokens = in[kQ].d[1];
+        Scratch s{};
         if (tokens <= kTOKEN_BY_TOKEN) {
-            return {0, 0, 0};
+            return s;
         }
-        int64_t const rows = in[kSTATE].d[0] * mHv * chunks(tokens) * mChunk;
-        int64_t const decayed = decay(in) == 2 ? in[kSTATE].d[2] : 1;
-        return {rows * mChunk, delta() ? rows * mChunk : 0, rows * decayed};
+        nv::Dims const& state = in[kSTATE];
+        int64_t const heads = state.d[0] * mHv, all = heads * chunks(tokens);
+        bool const perKey = decay(in) == 2;
+        auto const place = [&](size_t& where, bool needed, int64_t values, size_t size) {
+            where = s.bytes;
+            size_t const bytes = needed ? static_cast<size_t>(values) * size : 0;
+            s.bytes += (bytes + 255) / 256 * 256;
+        };
+        place(s.states, true, all * state.d[2] * state.d[3], 2);
+        place(s.updates, delta(), heads * tokens * state.d[3], 2);
+        place(s.inverse, delta(), all * mChunk * mChunk, 4);
+        place(s.sums, perKey, all * mChunk * state.d[2], 4);
+        place(s.entering, perKey, all * mChunk * state.d[2], 2);
+        place(s.leaving, perKey, all * mChunk * state.d[2], 2);
+        return s;
     }
 
-    Launch& common(Launch& launch, nv::Dims const& q) const {
-        return launch.tensor("starts", nullptr)
-            .tensor("lengths", nullptr)
-            .tensor("slots", nullptr)
-            .number("T", q.d[1])
-            .number("NC", chunks(q.d[1]))
-            .number("Hq", static_cast<int64_t>(mHq))
-            .number("Hv", static_cast<int64_t>(mHv))
-            .number("scale", static_cast<double>(mScale));
-    }
-
+    // The kernels of kernel.py's linear_state_replay, in its order.
     void run(std::vector<nv::Dims> const& dims, nv::DataType half, void const* const* inputs,
-        void* const* outputs, float* workspace, cudaStream_t stream) const {
-        nv::Dims const& state = dims[kSTATE];
+        void* const* outputs, char* workspace, cudaStream_t stream) const {
+        nv::Dims const &q = dims[kQ], &state = dims[kSTATE];
         int const kind = decay(dims);
-        int const pairs = static_cast<int>(dims[kQ].d[0]) * mHv;
-        void const* const logDecay = gated() ? inputs[kLOG_DECAY] : nullptr;
-        void const* const beta = delta() ? inputs[kLOG_DECAY + gated()] : nullptr;
-        auto const bind = [&](Launch& launch) -> Launch& {
-            return common(launch, dims[kQ])
-                .tensor("q", inputs[kQ])
-                .tensor("k", inputs[kK])
-                .tensor("v", inputs[kV])
-                .tensor("log_decay", logDecay)
-                .tensor("beta", beta)
+        int const heads = static_cast<int>(q.d[0]) * mHv, count = static_cast<int>(chunks(q.d[1]));
+        Scratch const s = scratch(dims);
+        bool const perKey = kind == 2;
+        auto const at = [&](bool needed, size_t place) -> void const* {
+            return needed ? workspace + place : nullptr;
+        };
+        auto const bound = [&](char const* kernel) {
+            Launch launch(wanted(kernel, state, kind, half));
+            void const* const products = at(delta(), s.inverse);
+            launch.tensor("q", inputs[kQ]).tensor("k", inputs[kK]).tensor("v", inputs[kV]);
+            launch.tensor("log_decay", gated() ? inputs[kLOG_DECAY] : nullptr)
+                .tensor("beta", delta() ? inputs[kLOG_DECAY + gated()] : nullptr)
                 .tensor("past", inputs[kSTATE])
                 .tensor("present", outputs[1])
                 .tensor("o", outputs[0]);
+            launch.tensor("states", at(true, s.states))
+                .tensor("updates", delta() ? at(true, s.updates) : inputs[kV])
+                .tensor("inverse", products)
+                .tensor("products", products)
+                .tensor("sums", at(perKey, s.sums))
+                .tensor("entering", at(perKey, s.entering))
+                .tensor("leaving", at(perKey, s.leaving));
+            launch.tensor("starts", nullptr).tensor("lengths", nullptr).tensor("slots", nullptr);
+            launch.number("T", q.d[1])
+                .number("NC", static_cast<int64_t>(count))
+                .number("Hq", static_cast<int64_t>(mHq))
+                .number("Hv", static_cast<int64_t>(mHv))
+                .number("scale", static_cast<double>(mScale));
+            return launch;
         };
         auto const tiles = [&](Launch const& launch) {
             int const columns = launch.kernel().constant("BV");
             return (static_cast<int>(state.d[3]) + columns - 1) / columns;
         };
-        if (dims[kQ].d[1] <= kTOKEN_BY_TOKEN) {
-            Launch launch(wanted("recurrent", state, kind, half));
-            bind(launch).run(tiles(launch), pairs, stream);
+        if (q.d[1] <= kTOKEN_BY_TOKEN) {
+            Launch one = bound("recurrent");
+            one.run(tiles(one), heads, 1, stream);
             return;
         }
-        Scratch const size = scratch(dims);
-        float* const inverse = workspace + size.attention;
-        float* const decaySum = inverse + size.inverse;
-        auto const keep = [&](Launch& launch) -> Launch& {
-            return bind(launch)
-                .tensor("attention", workspace)
-                .tensor("inverse", delta() ? inverse : nullptr)
-                .tensor("decay_sum", decaySum);
-        };
-        Launch matrices(wanted("chunk_matrices", state, kind, half));
-        keep(matrices).run(static_cast<int>(chunks(dims[kQ].d[1])), pairs, stream);
-        Launch scan(wanted("chunk_scan", state, kind, half));
-        keep(scan).run(tiles(scan), pairs, stream);
+        if (perKey) {
+            bound("key_decay").run(count, heads, 1, stream);
+        }
+        if (delta()) {
+            bound("chunk_products").run(count, heads, 1, stream);
+            bound("chunk_inverse").run(count, heads, 1, stream);
+        }
+        Launch walk = bound("chunk_states");
+        walk.run(tiles(walk), heads, 1, stream);
+        Launch finish = bound("chunk_outputs");
+        finish.run(tiles(finish), count, heads, stream);
     }
 
     std::string mRule;

@@ -33,7 +33,7 @@ class State:
 
 @dataclass(frozen=True)
 class Pool:
-    """The pages of one layer's K or V: [P, Hk, R, d]."""
+    """The pages of one layer's K or V: [P, R, Hk, d]; ``shape``: of a page."""
 
     name: str
     layer: int
@@ -73,7 +73,7 @@ class EngineLayout:
             if shape
         ]
         pools = [
-            Pool(f"{kind}_pool_{i}", i, (m.num_kv_heads, rows, m.head_dim))
+            Pool(f"{kind}_pool_{i}", i, (rows, m.num_kv_heads, m.head_dim))
             for i, m in bundle.spec.attention_layers()
             for kind in ("key", "value")
         ]

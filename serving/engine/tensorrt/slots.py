@@ -2,7 +2,7 @@
 
 A state row that the host asks for is downloaded and is the host's until the next run of that row,
 which uploads it again; rows that nobody asks for never travel. K/V travels in whole pages, each the
-bytes of one arena block.
+bytes of one arena block, in the order the device has them: only this engine reads such blocks.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class KvMemory:
         """Raises ConfigError when its blocks are not our pages."""
         if id(arena) in self._pinned:
             return
-        ours = [(p.shape, np.dtype(self.layout.dtype)) for p in self.layout.pools]
-        theirs = [(s.shape, np.dtype(s.dtype)) for s in arena.layout.block]
+        ours = [(self.layout.block_tokens, self.layout.page_bytes(p)) for p in self.layout.pools]
+        theirs = [(arena.layout.block_size, s.nbytes) for s in arena.layout.block]
         if ours != theirs:
             raise ConfigError(
-                f"its blocks are {theirs[:2]}, the engine's pages {ours[:2]}",
+                f"its blocks have (rows, bytes) {theirs[:1]}, the engine's pages {ours[:1]}",
                 where="arena",
                 fix=f"Set block_size to {self.layout.block_tokens}",
             )
