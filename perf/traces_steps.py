@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perf.traces_data import HEADS, KV_HEADS, SCALE, STEPS, Trace
-from plugins.compressed_sparse_attention.ref import BLOCK
+from plugins.compressed_sparse_attention.ref import BLOCK, MAX_VARIANCE
 from serving.kv_compression.bounds import entry_bytes
 from serving.kv_compression.compact import CompactLayer, summarise
 from serving.kv_compression.history import Mask
@@ -132,7 +132,7 @@ class Entries:
             self.low, self.high = count * np.exp(mean - half), count * np.exp(mean + half)
             self.estimate = (self.low + self.high) / 2
         else:
-            var = np.minimum(q**2 @ (spread**2).T, 30)
+            var = np.minimum(q**2 @ (spread**2).T, MAX_VARIANCE)
             self.estimate = count * np.exp(mean + var / 2)
             self.noise = np.expm1(var) / count
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugins.compressed_sparse_attention.ref import BLOCK, MAX_VARIANCE
-from serving.kv_compression.grouping import Rows, features, similar_groups
+from serving.kv_compression.grouping import Rows, clusters, features, similar_groups
 from serving.kv_compression.history import Floats, Mask, Stats
 
 Halves = NDArray[np.float16]
@@ -57,8 +57,9 @@ class CompactLayer:
 
 def compact(
     stats: Stats,
-    kept: Mask,
+    scores: Floats,
     pinned: Mask,
+    rows: int,
     slot_k: Floats,
     slot_v: Floats,
     *,
@@ -66,37 +67,38 @@ def compact(
     recent: int = 64,
     sound: bool = False,
 ) -> CompactLayer:
-    """Write the rows of ``kept`` [Hk, T] to the front of slot_k [Hk, C, dk], slot_v [Hk, C, dv].
+    """Keep about ``rows`` rows of each head (never more, unless the pinned ones alone are more) at
+    the front of slot_k [Hk, C, dk], slot_v [Hk, C, dv].
 
-    ``pinned`` rows [Hk, T] are read at each step; the last ``recent`` positions stay last, in
-    order. Evicted rows form groups of ``group``. The old arrays (in ``stats``) must not overlap the
-    slot. Raises ValueError when a head keeps more rows than the slot has, or a pinned row goes.
+    First those ``pinned`` [Hk, T], which every step reads, and the last ``recent`` positions; then,
+    by ``scores`` [Hk, T], whole blocks of similar rows: a block of unlike ones has no summary worth
+    reading. Evicted rows form groups of up to ``group`` similar ones. The arrays in ``stats`` must
+    not overlap the slot. Raises ValueError when the slot is too small.
     """
-    heads = len(kept)
-    if kept.sum(1).max() > slot_k.shape[1] or (pinned & ~kept).any():
-        raise ValueError("kept rows must fit the slot and include the pinned ones")
-    arranged = [_arrange(stats, h, kept[h], pinned[h], recent) for h in range(heads)]
-    gone = [np.flatnonzero(~kept[h]) for h in range(heads)]
-    groups = [[r[g] for g in _alike(stats, h, r, group, 4)] for h, r in enumerate(gone)]
+    arranged = [
+        _arrange(stats, h, scores[h], pinned[h], rows, group, recent) for h in range(len(scores))
+    ]
     blocks = -(-slot_k.shape[1] // BLOCK)
-    entries = blocks + max(len(g) for g in groups)
-    width = 2 * stats.keys.shape[2] + stats.values.shape[2]
+    if max(len(order) for order, _, _ in arranged) > slot_k.shape[1]:
+        raise ValueError(f"{rows} rows and the pinned ones do not fit a slot of {slot_k.shape[1]}")
+    heads, width = len(scores), 2 * stats.keys.shape[2] + stats.values.shape[2]
+    entries = blocks + max(len(groups) for _, _, groups in arranged)
     layer = CompactLayer(
-        [order for order, _ in arranged],
-        groups,
+        [order for order, _, _ in arranged],
+        [groups for _, _, groups in arranged],
         np.zeros((heads, entries, width), np.float16),
         np.zeros((heads, entries, 2), np.float32),
         blocks,
         sound,
         [0] * heads,
     )
-    for h, (order, always) in enumerate(arranged):
+    for h, (order, always, groups) in enumerate(arranged):
         keys, values = stats.keys[h], stats.values[h]
         slot_k[h, : len(order)], slot_v[h, : len(order)] = keys[order], values[order]
-        for size in {len(g) for g in groups[h]}:
-            same = [e for e, g in enumerate(groups[h]) if len(g) == size]
-            rows = np.stack([groups[h][e] for e in same])
-            _fill(layer, h, blocks + np.array(same), keys[rows], values[rows])
+        for size in {len(g) for g in groups}:
+            same = [e for e, g in enumerate(groups) if len(g) == size]
+            at = np.stack([groups[e] for e in same])
+            _fill(layer, h, blocks + np.array(same), keys[at], values[at])
         advance(layer, h, slot_k, slot_v)
         if not sound:
             _judge(layer, h, stats)
@@ -182,26 +184,40 @@ def advance(layer: CompactLayer, head: int, slot_k: Floats, slot_v: Floats) -> N
         layer.summarised[head] = full
 
 
-def _arrange(stats: Stats, head: int, kept: Mask, pinned: Mask, recent: int) -> tuple[Rows, int]:
-    """Kept rows in slot order: pinned ones (filled up to whole blocks with the oldest of the
-    others), similar ones side by side, the last ``recent`` positions; and how many come pinned."""
-    rows = np.flatnonzero(kept)
-    tail = rows[rows >= len(kept) - recent]
-    body = rows[: len(rows) - len(tail)]
-    always = body[pinned[body]]
-    rest = body[~pinned[body]]
-    fill = min(-len(always) % BLOCK, len(rest))
-    always, rest = np.concatenate([always, rest[:fill]]), rest[fill:]
-    groups = _alike(stats, head, rest, BLOCK)
-    return np.concatenate([always, *(rest[g] for g in groups), tail]), len(always)
+def _arrange(
+    stats: Stats, head: int, scores: Floats, pinned: Mask, rows: int, group: int, recent: int
+) -> tuple[Rows, int, list[Rows]]:
+    """Slot order of the rows that stay, how many of them come first and are pinned (filled up to
+    whole blocks with the best of the others), and the groups of those that go."""
+    body = np.arange(max(stats.length - recent, 0))
+    tail = np.arange(len(body), stats.length)
+    always, rest = body[pinned[body]], body[~pinned[body]]
+    best = np.argsort(-scores[rest], kind="stable")[: -len(always) % BLOCK]
+    always, rest = np.concatenate([always, rest[best]]), np.delete(rest, best)
+    x = features(stats.keys[head, rest], stats.values[head, rest], stats.queries[head])
+    label = clusters(x)
+    blocks = max(0, (rows - len(always) - len(tail)) // BLOCK)
+    kept, gone = [], []
+    for c, share in enumerate(_blocks_by_cluster(scores[rest], label, blocks)):
+        mine = np.flatnonzero(label == c)
+        mine = mine[np.argsort(-scores[rest[mine]], kind="stable")]
+        stay, go = mine[: share * BLOCK], mine[share * BLOCK :]
+        kept += [rest[stay[g]] for g in similar_groups(x[stay], BLOCK)]
+        gone += [rest[go[g]] for g in similar_groups(x[go], group, step=4)]
+    return np.concatenate([always, *kept, tail]), len(always), [g for g in gone if len(g)]
 
 
-def _alike(stats: Stats, head: int, rows: Rows, size: int, step: int = 0) -> list[Rows]:
-    """Indices into ``rows`` in groups of ``size`` similar ones; the last may be smaller."""
-    if not len(rows):
-        return []
-    keys, values = stats.keys[head, rows], stats.values[head, rows]
-    return similar_groups(features(keys, values, stats.queries[head]), size, step=step)
+def _blocks_by_cluster(scores: Floats, label: Rows, blocks: int) -> Rows:
+    """[clusters]: whole blocks of each that stay: as many as the ``blocks`` * 32 best rows would
+    take, remainders given to those with the largest."""
+    top = np.argsort(-scores, kind="stable")[: blocks * BLOCK]
+    size = int(label.max(initial=-1)) + 1
+    wanted = np.bincount(label[top], minlength=size)
+    share = wanted // BLOCK
+    room = np.bincount(label, minlength=size) // BLOCK - share
+    more = np.argsort(-(wanted % BLOCK) * (room > 0), kind="stable")
+    share[more[: min(blocks - share.sum(), (room > 0).sum())]] += 1
+    return np.asarray(share, np.int64)
 
 
 def _fill(layer: CompactLayer, head: int, where: Rows, k: Floats, v: Floats) -> None:
@@ -222,10 +238,8 @@ def _judge(layer: CompactLayer, head: int, stats: Stats) -> None:
     full = layer.positions[head][: layer.summarised[head] * BLOCK]
     where = np.r_[: layer.summarised[head], layer.blocks + np.arange(len(layer.groups[head]))]
     members = [full[i : i + BLOCK] for i in range(0, len(full), BLOCK)] + layer.groups[head]
-    entry, (count, spread) = (
-        layer.summaries[head, where].astype(np.float32),
-        layer.stats[head, where].T,
-    )
+    entry = layer.summaries[head, where].astype(np.float32)
+    count, spread = layer.stats[head, where].T
     dk = q.shape[1]
     centre, wide, mean_v = np.split(entry, [dk, 2 * dk], axis=1)
     var = np.minimum(q**2 @ (wide**2).T, MAX_VARIANCE)

@@ -11,6 +11,7 @@ from serving.kv_compression.history import Floats
 
 Rows = NDArray[np.int64]
 # Rows from which the direction of a cut is found, and how often the power iteration is repeated.
+FLOOR = 0.5
 _SAMPLE, _ROUNDS = 512, 4
 
 
@@ -34,11 +35,36 @@ def similar_groups(features: Floats, size: int, *, step: int = 0) -> list[Rows]:
     return groups
 
 
+def clusters(x: Floats, most: int = 48, rounds: int = 5) -> Rows:
+    """[N]: the cluster of each row of x [N, f]; k-means on a sample of the rows. Deterministic."""
+    count = max(1, min(most, len(x) // 64))
+    rng = np.random.default_rng(0)
+    part = x[rng.permutation(len(x))[: 64 * count]]
+    centres = part[:1]
+    away = ((part - centres[0]) ** 2).sum(1)
+    while len(centres) < count:  # k-means++: far rows are likely to start the next
+        chosen = part[np.searchsorted(np.cumsum(away), rng.random() * away.sum())]
+        centres = np.concatenate([centres, chosen[None]])
+        away = np.minimum(away, ((part - chosen) ** 2).sum(1))
+    for _ in range(rounds):
+        label = _nearest(part, centres)
+        filled = np.bincount(label, minlength=count) > 0
+        sums = np.stack([part[label == c].sum(0) for c in range(count)])
+        sizes = np.maximum(np.bincount(label, minlength=count), 1)
+        centres = np.where(filled[:, None], sums / sizes[:, None], centres).astype(np.float32)
+    return _nearest(x, centres)
+
+
+def _nearest(x: Floats, centres: Floats) -> Rows:
+    return np.asarray((x @ centres.T - (centres**2).sum(1) / 2).argmax(1), np.int64)
+
+
 def features(keys: Floats, values: Floats, queries: Floats, value_weight: float = 1.5) -> Floats:
     """[N, dk + dv]: distances mean what attention makes of them. keys [N, dk] count as the scores
-    that ``queries`` [n, dk] (scaled) give them, values [N, dv] relative to their norm."""
+    that ``queries`` [n, dk] (scaled) give them, with a share of their power in every direction
+    (another query may come), values [N, dv] relative to their norm."""
     power, axes = np.linalg.eigh(queries.T @ queries / len(queries))
-    metric = axes * np.sqrt(np.maximum(power, 0))
+    metric = axes * np.sqrt(np.maximum(power, 0) + FLOOR * power.mean())
     size = max(float(np.sqrt((values**2).sum(1).mean())), 1e-30)
     weighted = (values - values.mean(0)) * np.float32(value_weight / size)
     return np.concatenate([keys @ metric.astype(np.float32), weighted], axis=1)
