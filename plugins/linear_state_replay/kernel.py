@@ -27,22 +27,7 @@ import triton.language as tl
 
 from plugins.aot import Variant
 from plugins.linear_state_replay.ref import RULES
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _span(starts, lengths, b, T):
-    """First row and number of rows of sequence b. Null pointers: row b of [B, T], all of it."""
-    first = b.to(tl.int64) * T
-    count = T
-    if starts is not None:
-        given = starts.to(tl.int64) != 0
-        first = tl.where(given, tl.load(starts + b, mask=given, other=0).to(tl.int64), first)
-    if lengths is not None:
-        given = lengths.to(tl.int64) != 0
-        count = tl.load(lengths + b, mask=given, other=T)
-    return first, count
+from plugins.tiles import product, span
 
 
 @triton.jit
@@ -67,7 +52,7 @@ def recurrent(
     hq = h // (Hv // Hq)
     ok = tl.arange(0, BK)
     mk, mv = ok < DK, ov < DV
-    first, count = _span(starts, lengths, b, T)
+    first, count = span(starts, lengths, b, T)
     tile = ((_state_row(slots, b) * Hv + h) * DK + ok[:, None]) * DV + ov[None, :]
     inside = mk[:, None] & mv[None, :]
     S = tl.load(past + tile, mask=inside, other=0.0)
@@ -90,20 +75,12 @@ def recurrent(
 
 
 @triton.jit
-def _product(a, b):
-    """a b [.., fp32] of operands of one type."""
-    if INTERPRETED:  # whose bf16 is an integer to numpy
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
 def _product_with_fp32(a, x):
     """a x in fp32. In 16 bits a meets both halves of x, which leaves an error of 2^-16 (bf16)."""
     if a.dtype == tl.float32:
-        return _product(a, x)
+        return product(a, x)
     high = x.to(a.dtype)
-    return _product(a, high) + _product(a, (x - high.to(tl.float32)).to(a.dtype))
+    return product(a, high) + product(a, (x - high.to(tl.float32)).to(a.dtype))
 
 
 @triton.jit
@@ -113,20 +90,30 @@ def _head_decay(log_decay, row, live, h, Hv):
 
 
 @triton.jit
-def decay_sums(
-    log_decay, sums, starts, lengths, T, Hv, DK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr
-):
-    """G [B * Hv, NC * C, DK] of a decay per key channel. Grid (NC = ceil(T / C), B * Hv)."""
+def key_decay(
+    k, log_decay, sums, entering, leaving, starts, lengths, T, Hq, Hv,
+    DK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """For a decay per key channel: G in fp32, k e^G and k e^(G_C - G), all [B * Hv, NC * C, DK].
+
+    Grid (NC = ceil(T / C), B * Hv).
+    """
     c, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, count = _span(starts, lengths, tl.program_id(1) // Hv, T)
+    h = tl.program_id(1) % Hv
+    first, count = span(starts, lengths, tl.program_id(1) // Hv, T)
     i = tl.arange(0, C)
-    row = (first + c * C + i) * Hv + tl.program_id(1) % Hv
-    into = (bh * tl.num_programs(0) + c) * C + i
+    live = (c * C + i < count)[:, None]
+    row = first + c * C + i
     for d in tl.range(0, DK, BD):
-        od = d + tl.arange(0, BD)
-        live = (c * C + i < count)[:, None]
-        decay = tl.load(log_decay + row[:, None] * DK + od[None, :], mask=live, other=0.0)
-        tl.store(sums + into[:, None] * DK + od[None, :], tl.cumsum(decay, 0))
+        od = d + tl.arange(0, BD)[None, :]
+        decay = tl.load(log_decay + (row * Hv + h)[:, None] * DK + od, mask=live, other=0.0)
+        kd = tl.load(k + (row * Hq + h // (Hv // Hq))[:, None] * DK + od, mask=live, other=0.0)
+        G = tl.cumsum(decay, 0)
+        kind = entering.dtype.element_ty
+        into = ((bh * tl.num_programs(0) + c) * C + i)[:, None] * DK + od
+        tl.store(sums + into, G)
+        tl.store(entering + into, (kd * tl.exp(G)).to(kind))
+        tl.store(leaving + into, (kd * tl.exp(tl.sum(decay, 0)[None, :] - G)).to(kind))
 
 
 @triton.jit
@@ -140,7 +127,7 @@ def _decayed_products(
     """
     i = tl.arange(0, C)
     out = tl.zeros([C, C], tl.float32)
-    for n in tl.static_range(1, C // R):
+    for n in tl.range(1, C // R):
         at = tl.load(G_rows + n * R * DK)[None, :]
         left = tl.where((i // R == n)[:, None], a * tl.exp(tl.minimum(G - at, 0.0)), 0.0)
         right = tl.where((i // R < n)[:, None], k * tl.exp(tl.minimum(at - G, 0.0)), 0.0)
@@ -163,7 +150,7 @@ def chunk_products(
     c, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = tl.program_id(1) % Hv
     hq = h // (Hv // Hq)
-    first, count = _span(starts, lengths, tl.program_id(1) // Hv, T)
+    first, count = span(starts, lengths, tl.program_id(1) // Hv, T)
     if c * C < count:
         i = tl.arange(0, C)
         live = c * C + i < count
@@ -181,7 +168,7 @@ def chunk_products(
                 G_rows = sums + into * DK + od
                 A += _decayed_products(kd, kd, G, k_rows, G_rows, Hq * DK, count - c * C, DK, C, 16)
             else:
-                A += _product(kd, tl.trans(kd))
+                A += product(kd, tl.trans(kd))
         if DECAY == 1:
             G = _head_decay(log_decay, row, live, h, Hv)
             A *= tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
@@ -198,7 +185,7 @@ def chunk_inverse(products, starts, lengths, T, Hv, C: tl.constexpr):
     with repeated keys the powers of A grow to 1e18 before they cancel.
     """
     c, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, count = _span(starts, lengths, tl.program_id(1) // Hv, T)
+    _, count = span(starts, lengths, tl.program_id(1) // Hv, T)
     if c * C < count:
         i = tl.arange(0, C)
         square = ((bh * tl.num_programs(0) + c) * C + i)[:, None] * C + i[None, :]
@@ -213,8 +200,8 @@ def chunk_inverse(products, starts, lengths, T, Hv, C: tl.constexpr):
 
 @triton.jit
 def chunk_states(
-    k, v, log_decay, beta, sums, inverse, past, present, states, updates, starts, lengths, slots,
-    T, NC, Hq, Hv,
+    k, v, log_decay, beta, sums, entering, leaving, inverse, past, present, states, updates,
+    starts, lengths, slots, T, NC, Hq, Hv,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +216,7 @@ def chunk_states(
     hq = h // (Hv // Hq)
     ok, i = tl.arange(0, BK), tl.arange(0, C)
     mk, mv = ok < DK, ov < DV
-    first, count = _span(starts, lengths, b, T)
+    first, count = span(starts, lengths, b, T)
     tile = ok[:, None] * DV + ov[None, :]
     inside = mk[:, None] & mv[None, :]
     own = (_state_row(slots, b) * Hv + h) * DK * DV
@@ -240,22 +227,22 @@ def chunk_states(
         tl.store(states + chunk * DK * DV + tile, kept, mask=inside)
         live = c * C + i < count
         row = first + c * C + i
-        place = (row * Hq + hq)[:, None] * DK + ok[None, :]
-        kc = tl.load(k + place, mask=live[:, None] & mk[None, :], other=0.0)
+        keys = (row * Hq + hq)[:, None] * DK + ok[None, :]
+        if DECAY == 2:
+            keys = (chunk * C + i)[:, None] * DK + ok[None, :]
+        whole = live[:, None] & mk[None, :]
+        kc = tl.load((entering if DECAY == 2 else k) + keys, mask=whole, other=0.0)
         values = (row * Hv + h)[:, None] * DV + ov[None, :]
         mask = live[:, None] & mv[None, :]
-        u = tl.load(v + values, mask=mask, other=0.0).to(tl.float32)
         if DECAY == 1:
             G = _head_decay(log_decay, row, live, h, Hv)
             last = tl.min(G, 0)
-        if DECAY == 2:
-            keys = (chunk * C + i)[:, None] * DK + ok[None, :]
-            G = tl.load(sums + keys, mask=mk[None, :], other=0.0)
-            last = tl.load(sums + (chunk * C + C - 1) * DK + ok, mask=mk, other=0.0)
         if DELTA:
-            known = tl.dot(kc * tl.exp(G), S) if DECAY == 2 else _product_with_fp32(kc, S)
+            known = _product_with_fp32(kc, S)
             if DECAY == 1:
                 known *= tl.exp(G)[:, None]
+        u = tl.load(v + values, mask=mask, other=0.0).to(tl.float32)
+        if DELTA:
             u = (u - known) * tl.load(beta + row * Hv + h, mask=live, other=0.0)[:, None]
             square = (chunk * C + i)[:, None] * C + i[None, :]
             u = tl.dot(tl.load(inverse + square), u)
@@ -264,11 +251,10 @@ def chunk_states(
             u *= tl.exp(last - G)[:, None]
             S *= tl.exp(last)
         if DECAY == 2:
-            kept = kc * tl.exp(last[None, :] - G)
+            kc = tl.load(leaving + keys, mask=whole, other=0.0)
+            last = tl.load(sums + (chunk * C + C - 1) * DK + ok, mask=mk, other=0.0)
             S *= tl.exp(last)[:, None]
-            S += tl.dot(tl.trans(kept), u)
-        else:
-            S += _product_with_fp32(tl.trans(kc), u)
+        S += _product_with_fp32(tl.trans(kc), u)
     tl.store(present + own + tile, S, mask=inside)
 
 
@@ -283,7 +269,7 @@ def chunk_outputs(
     c, bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
     h = tl.program_id(2) % Hv
     hq = h // (Hv // Hq)
-    first, count = _span(starts, lengths, tl.program_id(2) // Hv, T)
+    first, count = span(starts, lengths, tl.program_id(2) // Hv, T)
     if c * C < count:
         i, mv = tl.arange(0, C), ov < DV
         live = c * C + i < count
@@ -308,8 +294,8 @@ def chunk_outputs(
                 )
                 qd = (qf * tl.exp(G)).to(S.dtype)
             else:
-                M += _product(qd, tl.trans(kd))
-            out += _product(qd, S)
+                M += product(qd, tl.trans(kd))
+            out += product(qd, S)
         if DECAY == 1:
             G = _head_decay(log_decay, row, live, h, Hv)
             out *= tl.exp(G)[:, None]
@@ -318,7 +304,7 @@ def chunk_outputs(
         mask = live[:, None] & mv[None, :]
         u = tl.load(updates + values, mask=mask, other=0.0)
         M = tl.where(i[:, None] >= i[None, :], M, 0.0).to(u.dtype)
-        out += _product(M, u)
+        out += product(M, u)
         tl.store(o + values, (out * scale).to(o.dtype.element_ty), mask=mask)
 
 
@@ -335,8 +321,8 @@ CHUNK = 64
 RULE_OF = {rule: ("gated" in rule, "delta" in rule) for rule in RULES}
 # By the power of two that holds dk.
 RECURRENT_TILES = {64: Tile(32, 2), 128: Tile(16, 4), 256: Tile(16, 4)}
-STATE_TILES = {64: Tile(32, 4), 128: Tile(32, 4), 256: Tile(16, 8)}
-OUTPUT_TILE = Tile(64, 4, 2)
+STATE_TILES = {64: Tile(32, 4), 128: Tile(32, 8, 2), 256: Tile(16, 8)}
+OUTPUT_TILES = (Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 8))  # by the kind of decay
 
 
 def padded(dk: int) -> int:
@@ -346,7 +332,7 @@ def padded(dk: int) -> int:
 
 def key_step(dk: int, decay: int) -> int:
     """Key channels that are taken at once: a power of two that divides ``dk``."""
-    return min(32 if decay == 2 else 64, dk & -dk)
+    return min(16 if decay == 2 else 64, dk & -dk)
 
 
 def linear_state_replay(
@@ -371,7 +357,7 @@ def linear_state_replay(
     log_decay [B, T, Hv] or [B, T, Hv, dk], beta [B, T, Hv] in fp32.
     Sequence b is row b, cut at lengths[b] (int32) where given. Packed sequences: B = 1, and
     sequence b is the rows starts[b] .. starts[b] + lengths[b], at most ``max_length`` of them.
-    Its state is row b, or slots[b] (int32), of past_state and present_state.
+    Its state is row b, or slots[b] (int32), of past_state and present_state. log_decay <= 0.
     Returns o [B, T, Hv, dv], unwritten beyond the sequences, and present_state: written in place
     where given (it may be past_state itself), else new.
     """
@@ -403,10 +389,14 @@ def linear_state_replay(
     grid, new = (NC, count * Hv), {"dtype": torch.float32, "device": q.device}
     step = key_step(dk, decay)
     states = torch.empty(count * Hv, NC, dk, dv, dtype=v.dtype, device=q.device)
-    sums, inverse, updates = None, None, v
+    sums, entering, leaving, inverse, updates = None, None, None, None, v
     if decay == 2:
         sums = torch.empty(count * Hv, NC * CHUNK, dk, **new)
-        decay_sums[grid](log_decay, sums, starts, lengths, T, Hv, DK=dk, BD=step, C=CHUNK)
+        entering, leaving = (torch.empty_like(sums, dtype=k.dtype) for _ in range(2))
+        key_decay[grid](
+            k, log_decay, sums, entering, leaving, starts, lengths, T, Hq, Hv,
+            DK=dk, BD=step, C=CHUNK,
+        )  # fmt: skip
     if delta:
         inverse = torch.empty(count * Hv, NC, CHUNK, CHUNK, **new)
         updates = torch.empty_like(v)
@@ -417,12 +407,12 @@ def linear_state_replay(
         chunk_inverse[grid](inverse, starts, lengths, T, Hv, C=CHUNK)
     tile = STATE_TILES[padded(dk)]
     chunk_states[(triton.cdiv(dv, tile.BV), count * Hv)](
-        k, v, log_decay, beta, sums, inverse, past_state, present_state, states, updates,
-        starts, lengths, slots, T, NC, Hq, Hv,
+        k, v, log_decay, beta, sums, entering, leaving, inverse, past_state, present_state,
+        states, updates, starts, lengths, slots, T, NC, Hq, Hv,
         DK=dk, DV=dv, BK=padded(dk), BV=tile.BV, C=CHUNK, DECAY=decay, DELTA=delta,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    tile = OUTPUT_TILE
+    tile = OUTPUT_TILES[decay]
     chunk_outputs[(triton.cdiv(dv, tile.BV), *grid)](
         q, k, log_decay, sums, states, updates, o, starts, lengths, T, NC, Hq, Hv, scale,
         DK=dk, DV=dv, BD=step, BV=tile.BV, C=CHUNK, DECAY=decay,
@@ -450,6 +440,10 @@ SHAPES = (
 )
 
 
+# Arguments in the type of the activations; others are fp32, or int32 as told below.
+HALVES = ("q", "k", "v", "o", "states", "updates", "entering", "leaving")
+
+
 def variants() -> Iterator[Variant]:
     """What plugins.aot compiles: the kernels of each of `SHAPES`, in bf16 and fp16."""
     yield Variant(
@@ -463,7 +457,7 @@ def variants() -> Iterator[Variant]:
     )
     for dtype in ("bf16", "fp16"):
         for rule, decay, dk, dv in SHAPES:
-            kinds = dict.fromkeys(("q", "k", "v", "o", "states", "updates"), f"*{dtype}")
+            kinds = dict.fromkeys(HALVES, f"*{dtype}")
             kinds |= dict.fromkeys(("starts", "lengths", "slots"), "*i32")
             kinds |= dict.fromkeys(("T", "NC", "Hq", "Hv"), "i32") | {"scale": "fp32"}
             values = {
@@ -473,12 +467,12 @@ def variants() -> Iterator[Variant]:
             kernels = [
                 (recurrent, RECURRENT_TILES[padded(dk)]),
                 (chunk_states, STATE_TILES[padded(dk)]),
-                (chunk_outputs, OUTPUT_TILE),
+                (chunk_outputs, OUTPUT_TILES[decay]),
             ]
             if RULE_OF[rule][1]:
                 kernels.append((chunk_products, Tile(0)))
             if decay == 2:
-                kernels.append((decay_sums, Tile(0)))
+                kernels.append((key_decay, Tile(0)))
             for kernel, tile in kernels:
                 values["BV"] = tile.BV
                 what = f"{rule}_{('', 'head', 'key')[decay]}_{dk}x{dv}_{dtype}"
