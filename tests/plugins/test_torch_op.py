@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -188,3 +191,17 @@ def test_shapes_without_data_are_those_with_it() -> None:
     torch.library.opcheck(
         sparse_decode_attention, (*one, ints(7, 3), ints(0, 1, 0, 0).reshape(2, 2, 1), 0.5)
     )
+
+
+def test_the_gpu_forms_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.plugins.gpu_forms"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = {n: float(e) for n, e in (line.split("\t") for line in done.stdout.splitlines())}
+    assert len(errors) == 5
+    assert max(errors.values()) < 5e-6, errors

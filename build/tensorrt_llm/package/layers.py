@@ -267,6 +267,7 @@ def _replay(
     scale: float,
 ) -> Tensor:
     rule = "gated" if beta is None else "gated_delta"
+    q, k, v = (t.to(c.weights["embed"].dtype) for t in (q, k, v))
     o: Tensor = linear_state_replay(
         q, k, v, c.storage.recurrent[i], log_decay.contiguous(), beta, c.step.starts,
         c.step.lengths, c.step.slots, c.step.max_length, rule, scale,

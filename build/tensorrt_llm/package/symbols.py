@@ -5,9 +5,9 @@ before anything is patched and raises one error where they differ.
 
 What the rows were read from. Neither the sources of the tag v1.2.1 nor those of v1.4.0rc1 were at
 hand: the published packages are stubs. Rows of line 1.2 follow texts of the repository's main
-branch from before KVCacheManagerV2 (merged after release/1.2 had branched off); rows of line 1.4
-follow texts of main of 2026, with the commit where it was known. So a row is
-what those texts say, not what the release was seen to have; `check` is what decides on the spot.
+branch from before KVCacheManagerV2 came (early 2026, when 1.2.0rc8 was out), rows of line 1.4 texts
+of main of 2026, with the commit where it was known. So a row is what those texts say, not what a
+release was seen to have; `check` decides on the spot.
 """
 
 from __future__ import annotations
