@@ -68,9 +68,10 @@ class Request:
 class Pages:
     """Pages of some layers, and which tokens the published ones hold."""
 
-    def __init__(self, layers: list[int], heads: int, head_dim: int, page: int) -> None:
-        self.page = page
-        self.buffers = {i: torch.zeros(PAGES, 2, page, heads, head_dim) for i in layers}
+    def __init__(self, layers: list[int], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        """``shape``: tokens of a page, K/V heads, head_dim."""
+        self.page = shape[0]
+        self.buffers = {i: torch.zeros(PAGES, 2, *shape, dtype=dtype) for i in layers}
         self.free = list(range(PAGES))[::-1]
         self.tables: dict[int, list[int]] = {}
         # Tokens before a block → pages that continue them, with their tokens.
@@ -130,9 +131,9 @@ def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 class _Manager:
-    def _setup(self, num_kv_heads: int, head_dim: int, page: int, mask: list[bool]) -> None:
-        self.tokens_per_block = page
-        self.pages = Pages([i for i, m in enumerate(mask) if m], num_kv_heads, head_dim, page)
+    def _setup(self, shape: tuple[int, int, int], dtype: torch.dtype, mask: list[bool]) -> None:
+        self.tokens_per_block = shape[0]
+        self.pages = Pages([i for i, m in enumerate(mask) if m], shape, dtype)
 
     def _dummies(self, ids: list[int], lengths: list[int] | None) -> list[Request]:
         made = []
@@ -153,7 +154,7 @@ class KVCacheManager(_Manager):
         kv_connector_manager=None, **kwargs,
     ):  # fmt: skip
         assert num_layers == sum(layer_mask)
-        self._setup(num_kv_heads, head_dim, tokens_per_block, layer_mask)
+        self._setup((tokens_per_block, num_kv_heads, head_dim), dtype, layer_mask)
         self.impl = SimpleNamespace(remove_sequence=self._remove)
 
     def _remove(self, request_id, request, pin):
@@ -204,7 +205,7 @@ class KVCacheManagerV2(_Manager):
         layer_mask=None, vocab_size=None, max_num_tokens=8192, **kwargs,
     ):  # fmt: skip
         assert num_layers == sum(layer_mask)
-        self._setup(num_kv_heads, head_dim, tokens_per_block, layer_mask)
+        self._setup((tokens_per_block, num_kv_heads, head_dim), dtype, layer_mask)
         self.hits: dict[int, int] = {}
 
     def prepare_context(self, req):

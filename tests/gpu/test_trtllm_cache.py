@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from build.checkpoint import Checkpoint, Weights
 from build.lab import Lab
 from build.tensorrt_llm.package.install import install
 from build.tensorrt_llm.package.retention import Retention
@@ -19,7 +21,8 @@ from build.tensorrt_llm.package.step import Storage, make_step
 from serving.engine.model import prefill_step
 from serving.replay.calibration import UNCALIBRATED
 from serving.replay.checkpoint import CheckpointCodec
-from tests.families.subject import error
+from tests.families.cases import CASES
+from tests.families.subject import Subject, error
 from tests.gpu import fake_trtllm
 from tests.gpu.fake_trtllm import Request, install_fake, remove_fake
 from tests.gpu.trtllm_executor import Executor, Logits, Tiny
@@ -50,6 +53,27 @@ def test_cold_answers_in_a_batch(tiny: Tiny, line: str) -> None:
     for prompt, request in zip(prompts, executor.generate(*map(list, prompts), new_tokens=6),
                                strict=True):  # fmt: skip
         agree(request, tiny.answer(prompt, 6))
+
+
+def test_tied_heads_and_scaled_logits(tmp_path: Path, line: str) -> None:
+    """TensorRT-LLM owns the output head; the embedding is loaded into it."""
+    subject = Subject(CASES["granite_dense_rope"], tmp_path)
+    assert subject.spec.tie_embeddings
+    assert subject.spec.logit_scale != 1
+    weights = Weights(subject.family, Checkpoint(tmp_path / "checkpoint"))
+    executor = Executor(Settings.of(subject.spec, UNCALIBRATED), weights)
+    (request,) = executor.generate(subject.ids[:40].tolist())
+    assert error(request.logits[0], subject.prefilled[39]) < LIMIT
+
+
+def test_in_16_bits(tiny: Tiny, line: str) -> None:
+    """As a tree is served: products, K/V and attention in bf16, states and decays in fp32."""
+    settings = Settings.of(tiny.spec, UNCALIBRATED)
+    executor = Executor(settings, tiny.weights, dtype=torch.bfloat16)
+    (request,) = executor.generate(tiny.first.tolist(), new_tokens=2)
+    want = tiny.answer(tiny.first, 1)[1][0]
+    assert 1e-4 < error(request.logits[0], want) < 0.05 * float(np.abs(want).max())
+    assert all(s.dtype == torch.float32 for s in executor.manager.storage.recurrent.values())
 
 
 def test_a_next_turn_starts_from_the_state_of_the_last(tiny: Tiny, line: str) -> None:

@@ -30,14 +30,20 @@ Logits = NDArray[np.float32]
 class Executor:
     """Requests run together, prompts in chunks of at most ``budget`` tokens."""
 
-    def __init__(self, settings: Settings, weights: Any, budget: int = 64) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        weights: Any,
+        budget: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.line = install()
         from tensorrt_llm._torch.models import modeling_utils
         from tensorrt_llm._torch.pyexecutor import _util
 
         spec = settings.spec
         pretrained = SimpleNamespace(
-            architectures=[ARCHITECTURE], torch_dtype=torch.float32, settings=settings
+            architectures=[ARCHITECTURE], torch_dtype=dtype, settings=settings
         )
         config = SimpleNamespace(
             pretrained_config=pretrained, mapping=SimpleNamespace(world_size=1)
@@ -48,6 +54,7 @@ class Executor:
         self.manager = _util.get_kv_cache_manager_cls(*arguments)(
             None, None, num_layers=len(spec.layers), num_kv_heads=7, head_dim=9,
             tokens_per_block=PAGE, max_seq_len=1024, max_batch_size=BATCH, mapping=None,
+            dtype=dtype,
         )  # fmt: skip
         self.budget, self.steps, self._next = budget, 0, 100
         self.ran: dict[int, int] = {}
