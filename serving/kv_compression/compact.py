@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugins.compressed_sparse_attention.ref import BLOCK, MAX_VARIANCE
-from serving.kv_compression.grouping import Rows, clusters, features, similar_groups
-from serving.kv_compression.history import Floats, Mask, Stats
+from serving.kv_compression.grouping import Floats, Rows, clusters, features, similar_groups
+from serving.kv_compression.history import Mask, Stats
 
 Halves = NDArray[np.float16]
 # No entry is judged worse than this many times the variance it expects.
@@ -66,18 +66,22 @@ def compact(
     group: int = 64,
     recent: int = 64,
     sound: bool = False,
+    max_groups: int | None = None,
 ) -> CompactLayer:
     """Keep about ``rows`` rows of each head (never more, unless the pinned ones alone are more) at
     the front of slot_k [Hk, C, dk], slot_v [Hk, C, dv].
 
     First those ``pinned`` [Hk, T], which every step reads, and the last ``recent`` positions; then,
     by ``scores`` [Hk, T], whole blocks of similar rows: a block of unlike ones has no summary worth
-    reading. Evicted rows form groups of up to ``group`` similar ones. The arrays in ``stats`` must
+    reading. Evicted rows form groups of up to ``group`` similar ones, neighbours of
+    which are merged while there are more than ``max_groups``. The arrays in ``stats`` must
     not overlap the slot. Raises ValueError when the slot is too small.
     """
     arranged = [
         _arrange(stats, h, scores[h], pinned[h], rows, group, recent) for h in range(len(scores))
     ]
+    for _, _, groups in arranged:
+        _merge(groups, max_groups)
     blocks = -(-slot_k.shape[1] // BLOCK)
     if max(len(order) for order, _, _ in arranged) > slot_k.shape[1]:
         raise ValueError(f"{rows} rows and the pinned ones do not fit a slot of {slot_k.shape[1]}")
@@ -205,6 +209,14 @@ def _arrange(
         kept += [rest[stay[g]] for g in similar_groups(x[stay], BLOCK)]
         gone += [rest[go[g]] for g in similar_groups(x[go], group, step=4)]
     return np.concatenate([always, *kept, tail]), len(always), [g for g in gone if len(g)]
+
+
+def _merge(groups: list[Rows], most: int | None) -> None:
+    """Join neighbours, the smallest pair first, until there are at most ``most``."""
+    while most is not None and len(groups) > max(most, 1):
+        sizes = np.array([len(g) for g in groups])
+        i = int(np.argmin(sizes[:-1] + sizes[1:]))
+        groups[i : i + 2] = [np.concatenate(groups[i : i + 2])]
 
 
 def _blocks_by_cluster(scores: Floats, label: Rows, blocks: int) -> Rows:

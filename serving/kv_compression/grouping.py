@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.kv_compression.history import Floats
-
+Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
-# Rows from which the direction of a cut is found, and how often the power iteration is repeated.
+# Power that a query may have in directions not seen, over the mean of those seen.
 FLOOR = 0.5
-_SAMPLE, _ROUNDS = 512, 4
+# Rows from which the direction of a cut is found, and how often the power iteration is repeated.
+_SAMPLE, _ROUNDS = 256, 3
 
 
 def similar_groups(features: Floats, size: int, *, step: int = 0) -> list[Rows]:
@@ -29,7 +29,7 @@ def similar_groups(features: Floats, size: int, *, step: int = 0) -> list[Rows]:
             continue
         along = x @ _direction(x, rng)
         order = np.argsort(along)
-        cut = _best_cut(along[order], step or size)
+        cut = _best_cut(along[order], size, step or size)
         for side in (order[cut:], order[:cut]):
             stack.append((rows[side], x[side]))
     return groups
@@ -81,13 +81,12 @@ def _direction(x: Floats, rng: np.random.Generator) -> Any:
     return u
 
 
-def _best_cut(along: Floats, size: int) -> int:
-    """Where to cut sorted values [N] so that the sums of squares within both sides are least: at a
-    multiple of ``size``, an eighth of N away from the ends where that is possible."""
+def _best_cut(along: Floats, size: int, step: int) -> int:
+    """Where to cut sorted values [N > size] so that the sums of squares within both sides are
+    least: at a multiple of ``step`` rows, no closer to an end than half a group or an eighth."""
     n = len(along)
-    blocks = -(-n // size)
-    edge = max(1, blocks // 8)
-    cuts = np.arange(edge, max(blocks - edge, edge) + 1) * size
+    edge = max(step, -(-max(size // 2, n // 8) // step) * step)
+    cuts = np.arange(edge, max(n - edge, edge) + 1, step)
     cuts = cuts[cuts < n]
     total = np.cumsum(along - along.mean(), dtype=np.float64)[cuts - 1] ** 2
     return int(cuts[np.argmax(total / cuts + total / (n - cuts))])

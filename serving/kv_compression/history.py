@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+from serving.kv_compression.grouping import Floats, similar_groups
+
 Mask = NDArray[np.bool_]
 _CHUNK = 64
 
@@ -37,6 +39,11 @@ class Stats:
     @property
     def length(self) -> int:
         return int(self.keys.shape[1])
+
+    @functools.cached_property
+    def distinctiveness(self) -> Floats:
+        """[Hk, T]: one less the largest cosine between a key and the mean of a group of keys."""
+        return np.stack([_distinctiveness(keys) for keys in self.keys])
 
 
 class AttentionHistory:
@@ -101,6 +108,13 @@ class AttentionHistory:
             self._query_sum.reshape(heads, -1, dk).mean(1) / self._seen,
             prompt_len,
         )
+
+
+def _distinctiveness(keys: Floats, group: int = 32) -> Floats:
+    means = np.stack([keys[g].mean(0) for g in similar_groups(keys, group)])
+    means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
+    size = np.maximum(np.linalg.norm(keys, axis=1), 1e-30)
+    return np.asarray(1 - (keys @ means.T).max(1) / size, np.float32)
 
 
 def _weights(queries: Floats, positions: NDArray[np.int64], keys: Floats) -> Any:

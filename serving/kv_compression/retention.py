@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.kv_compression.grouping import similar_groups
-from serving.kv_compression.history import Floats, Mask, Stats
+from serving.kv_compression.grouping import Floats
+from serving.kv_compression.history import Mask, Stats
 
 _ALWAYS = np.float32(1e6)
 
@@ -117,16 +117,8 @@ def outstanding(stats: Stats, distinct: float, heavy: float) -> Mask:
     found = np.zeros(stats.attention_sum.shape, bool)
     for h, keys in enumerate(stats.keys):
         _mark(found[h], keys @ stats.query_mean[h], heavy)
-        _mark(found[h], distinctiveness(keys), distinct)
+        _mark(found[h], stats.distinctiveness[h], distinct)
     return found
-
-
-def distinctiveness(keys: Floats, group: int = 32) -> Floats:
-    """[T]: one less the largest cosine between a key [T, dk] and the mean of a group of keys."""
-    means = np.stack([keys[g].mean(0) for g in similar_groups(keys, group)])
-    means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
-    size = np.maximum(np.linalg.norm(keys, axis=1), 1e-30)
-    return np.asarray(1 - (keys @ means.T).max(1) / size, np.float32)
 
 
 def keep_top(scores: Floats, count: int) -> Mask:
