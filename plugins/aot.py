@@ -8,6 +8,7 @@ their order. The last two arguments belong to Triton-lang (scratch memory, profi
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -150,3 +151,36 @@ def _resources(path: Path, symbol: str) -> tuple[int, int]:
     assert found, text
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
+
+
+def table(cubins: Iterable[Cubin]) -> list[str]:
+    """A line per variant, without its architecture; per architecture registers/spills/shared."""
+    rows: dict[str, dict[int, str]] = {}
+    for c in cubins:
+        cell = f"{c.registers}/{c.spill_bytes}/{c.shared_bytes / 1024:.0f}K"
+        rows.setdefault(c.variant, {})[c.arch] = cell
+    return [
+        f"{name:48} " + "  ".join(f"sm_{a}: {cell:12}" for a, cell in cells.items())
+        for name, cells in rows.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUTPUT)
+    parser.add_argument("--archs", default=",".join(map(str, ARCHS)))
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--match", default="", help="only variants whose name holds this")
+    parser.add_argument("--table", action="store_true", help="registers, spills, shared memory")
+    args = parser.parse_args()
+    archs = [int(arch) for arch in args.archs.split(",")]
+    cubins = compile_all(args.out, archs, args.ops.split(","), lambda v: args.match in v.name)
+    if args.table:
+        print("registers/spill bytes per thread/shared memory per block")
+        print("\n".join(table(cubins)))
+    spilled = [f"{c.variant} on sm_{c.arch}" for c in cubins if c.spill_bytes]
+    print(f"{len(cubins)} cubins in {args.out}; spilling: {', '.join(spilled) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
