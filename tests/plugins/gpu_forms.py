@@ -23,23 +23,20 @@ def main() -> None:
     q = torch.randn(28, 4, 16)
     bounds = (ints(*STARTS), ints(*LENGTHS))
     given = (q, paged.pool_k, paged.pool_v, paged.table, *bounds, ints(*TOTALS), 20, 0.3)
-    for window in (0, 5):
-        got = attention._paged_on_gpu(*given, window)
-        want = attention.paged_attention(*given, window)
-        report(f"paged_attention, window {window}", got, want)
+    got, want = attention._paged_on_gpu(*given, 5), attention.paged_attention(*given, 5)
+    report("paged_attention", got, want)
     selected = torch.tensor([[[2, 0], [1, -1]], [[0, -1], [0, -1]], [[4, 3], [0, 2]]]).int()
     one = (q[:3], paged.pool_k, paged.pool_v, paged.table, ints(*TOTALS), selected, 0.3)
     report("sparse_decode_attention", attention._sparse_on_gpu(*one),
            attention.sparse_decode_attention(*one))  # fmt: skip
     k = torch.nn.functional.normalize(torch.randn(28, 2, 16), dim=-1)
     v, decay, beta = torch.randn(28, 4, 16), -torch.rand(28, 4), torch.rand(28, 4)
-    states = torch.randn(5, 4, 16, 16)
-    for rule in ("gated", "gated_delta"):
-        pool, same = states.clone(), states.clone()
-        rest = (decay, beta if "delta" in rule else None, *bounds, ints(3, 0, 4), 20, rule, 0.5)
-        got = linear._on_gpu(q[:, :2].contiguous(), k, v, pool, *rest)
-        want = linear.linear_state_replay(q[:, :2].contiguous(), k, v, same, *rest)
-        report(rule, (got, pool), (want, same))
+    pool = torch.randn(5, 4, 16, 16)
+    same, q2 = pool.clone(), q[:, :2].contiguous()
+    rest = (decay, beta, *bounds, ints(3, 0, 4), 20, "gated_delta", 0.5)
+    got = linear._on_gpu(q2, k, v, pool, *rest)
+    want = linear.linear_state_replay(q2, k, v, same, *rest)
+    report("linear_state_replay", (got, pool), (want, same))
 
 
 def report(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
