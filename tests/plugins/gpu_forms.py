@@ -10,7 +10,7 @@ import torch
 
 from plugins.compressed_sparse_attention import torch_op as attention
 from plugins.linear_state_replay import torch_op as linear
-from tests.plugins.test_torch_op import Paged, ints
+from tests.plugins.paged import Paged, ints
 
 TOTALS, LENGTHS, STARTS = (23, 8, 40), (7, 1, 20), (0, 7, 8)  # a replay, decode, a suffix
 

@@ -12,22 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from plugins.compressed_sparse_attention.ref import compressed_sparse_attention
 from plugins.compressed_sparse_attention.torch_op import (
     contiguous_pages,
     paged_attention,
     sparse_decode_attention,
-    write_kv,
 )
 from plugins.linear_state_replay.ref import linear_state_replay as reference
 from plugins.linear_state_replay.torch_op import linear_state_replay
+from tests.plugins.paged import PAGE, Paged, ints
 from tests.plugins.test_linear_state_replay import CASES, Shape, inputs
-
-PAGE = 8
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def packed(x: dict[str, NDArray[Any]], name: str) -> torch.Tensor | None:
@@ -79,38 +72,6 @@ def test_ragged_sequences_do_not_see_each_other() -> None:
         )  # fmt: skip
         assert torch.equal(o[rows], want)
         assert torch.equal(states[slot], alone[0])
-
-
-class Paged:
-    """Sequences of ``totals`` tokens in scrambled pages; rows of no sequence are NaN."""
-
-    def __init__(self, totals: tuple[int, ...], Hk: int, dk: int, dv: int) -> None:
-        rng = np.random.default_rng(0)
-        blocks = [-(-n // PAGE) for n in totals]
-        pages = iter(rng.permutation(sum(blocks) + 2).tolist())
-        self.totals = totals
-        self.k = [torch.from_numpy(rng.standard_normal((n, Hk, dk))).float() for n in totals]
-        self.v = [torch.from_numpy(rng.standard_normal((n, Hk, dv))).float() for n in totals]
-        pool = torch.full((sum(blocks) + 2, 2, PAGE, Hk, max(dk, dv)), torch.nan)
-        self.pool_k, self.pool_v = pool[:, 0, :, :, :dk], pool[:, 1, :, :, :dv]  # strided views
-        table = [[next(pages) for _ in range(n)] for n in blocks]
-        self.table = torch.tensor(
-            [[*row, *[0] * (max(blocks) - len(row))] for row in table], dtype=torch.int32
-        )
-        for row, k, v in zip(table, self.k, self.v, strict=True):
-            at = torch.tensor([row[t // PAGE] * PAGE + t % PAGE for t in range(len(k))])
-            write_kv(self.pool_k, self.pool_v, at, k, v)
-
-    def want(
-        self, b: int, q: torch.Tensor, scale: float, window: int | None, selected: Any = None
-    ) -> tuple[Any, Any]:
-        slots = (self.k[b].movedim(0, 1)[None].numpy(), self.v[b].movedim(0, 1)[None].numpy())
-        none = (np.zeros((1, 0, *a.shape[1:2], a.shape[-1])) for a in slots)
-        o, _, _, dropped, _ = compressed_sparse_attention(
-            q[None].numpy(), *none, *slots, np.array([self.totals[b]]), selected,
-            scale=scale, window=window,
-        )  # fmt: skip
-        return o[0], dropped[0]
 
 
 @pytest.mark.parametrize("window", [None, 5, 1])
