@@ -21,9 +21,9 @@ class Stats:
 
     keys [Hk, T, dk] (after RoPE), values [Hk, T, dv]. Of the softmax weights that the observed
     queries gave each row, [Hk, T]: their sum, the largest (peak), and over the last queries alone
-    the mean and the root of the mean square. queries [Hk, n, dk] are those last queries and as many
-    evenly spread over all before, query_mean [Hk, dk] the mean of all; both times the attention
-    scale. The first ``prompt_len`` rows are the prompt.
+    the mean and the root of the mean square. queries [Hk, n, dk]: up to twice as many evenly spread
+    over all, then the last ones (``recent_queries`` of them); query_mean [Hk, dk]: of all; both
+    times the attention scale. The first ``prompt_len`` rows are the prompt.
     """
 
     keys: Floats
@@ -34,6 +34,7 @@ class Stats:
     recent_rms: Floats
     queries: Floats
     query_mean: Floats
+    recent_queries: int
     prompt_len: int
 
     @property
@@ -106,6 +107,7 @@ class AttentionHistory:
             rms,
             grouped.transpose(1, 0, 2, 3).reshape(heads, -1, dk),
             self._query_sum.reshape(heads, -1, dk).mean(1) / self._seen,
+            self._queries.shape[0] * grouped.shape[2],
             prompt_len,
         )
 

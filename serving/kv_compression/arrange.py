@@ -1,0 +1,85 @@
+"""Which rows of a head stay together in a slot, and which go together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plugins.compressed_sparse_attention.ref import BLOCK
+from serving.kv_compression.grouping import Floats, Rows, clusters, features, similar_groups
+from serving.kv_compression.history import Mask, Stats
+from serving.kv_compression.summaries import Judged, summarise
+
+# Of the rows a head may keep: left for groups that would be asked for first.
+_SECOND_LOOK = 0.15
+
+
+def arrange(
+    stats: Stats,
+    head: int,
+    scores: Floats,
+    pinned: Mask,
+    rows: int,
+    group: int,
+    recent: int,
+    max_groups: int | None,
+) -> tuple[Rows, int, list[Rows]]:
+    """Slot order of the rows that stay, how many of them come first and are pinned (filled up to
+    whole blocks with the best of the others), and the groups of those that go."""
+    body = np.arange(max(stats.length - recent, 0))
+    tail = np.arange(len(body), stats.length)
+    always, rest = body[pinned[body]], body[~pinned[body]]
+    best = np.argsort(-scores[rest], kind="stable")[: -len(always) % BLOCK]
+    always, rest = np.concatenate([always, rest[best]]), np.delete(rest, best)
+    x = features(stats.keys[head, rest], stats.values[head, rest], stats.queries[head])
+    label = clusters(x)
+    free = max(0, rows - len(always) - len(tail))
+    reserve = int(free * _SECOND_LOOK)
+    blocks = (free - reserve) // BLOCK
+    kept, gone = [], []
+    for c, share in enumerate(_blocks_by_cluster(scores[rest], label, blocks)):
+        mine = np.flatnonzero(label == c)
+        mine = mine[np.argsort(-scores[rest[mine]], kind="stable")]
+        stay, go = mine[: share * BLOCK], mine[share * BLOCK :]
+        kept += [rest[stay[g]] for g in similar_groups(x[stay], BLOCK)]
+        if len(go):
+            gone += [rest[go[g]] for g in similar_groups(x[go], group, step=4)]
+    back, gone = _second_look(stats, head, gone, reserve)
+    _merge(gone, max_groups)
+    return np.concatenate([always, *kept, *back, tail]), len(always), gone
+
+
+def _second_look(
+    stats: Stats, head: int, groups: list[Rows], reserve: int
+) -> tuple[list[Rows], list[Rows]]:
+    """Groups, up to ``reserve`` rows, that stay after all, since recent queries would have asked
+    for them most; and the others."""
+    if not groups or not reserve:
+        return [], groups
+    keys, values = stats.keys[head], stats.values[head]
+    made = [summarise(keys[g][None], values[g][None]) for g in groups]
+    entries, figures = (np.concatenate(part) for part in zip(*made, strict=True))
+    sizes = np.array([len(g) for g in groups])
+    order = np.argsort(-Judged(stats, head, groups, entries, figures).loss / sizes)
+    stay = set(order[np.cumsum(sizes[order]) <= reserve].tolist())
+    return [groups[e] for e in sorted(stay)], [g for e, g in enumerate(groups) if e not in stay]
+
+
+def _merge(groups: list[Rows], most: int | None) -> None:
+    """Join neighbours, the smallest pair first, until there are at most ``most``."""
+    while most is not None and len(groups) > max(most, 1):
+        sizes = np.array([len(g) for g in groups])
+        i = int(np.argmin(sizes[:-1] + sizes[1:]))
+        groups[i : i + 2] = [np.concatenate(groups[i : i + 2])]
+
+
+def _blocks_by_cluster(scores: Floats, label: Rows, blocks: int) -> Rows:
+    """[clusters]: whole blocks of each that stay: as many as the ``blocks`` * 32 best rows would
+    take, remainders given to those with the largest."""
+    top = np.argsort(-scores, kind="stable")[: blocks * BLOCK]
+    size = int(label.max(initial=-1)) + 1
+    wanted = np.bincount(label[top], minlength=size)
+    share = wanted // BLOCK
+    room = np.bincount(label, minlength=size) // BLOCK - share
+    more = np.argsort(-(wanted % BLOCK) * (room > 0), kind="stable")
+    share[more[: min(blocks - share.sum(), (room > 0).sum())]] += 1
+    return np.asarray(share, np.int64)

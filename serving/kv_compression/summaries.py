@@ -1,0 +1,81 @@
+"""What stands for a group of rows, and how well it did on the queries seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.compressed_sparse_attention.ref import MAX_VARIANCE
+from serving.kv_compression.grouping import Floats, Rows
+from serving.kv_compression.history import Stats
+
+Halves = NDArray[np.float16]
+# No entry is judged worse than this many times the variance it expects.
+_WORST = 50.0
+
+
+def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Floats]:
+    """Many groups at once: k [E, n, dk], v [E, n, dv] -> entries [E, 2*dk + dv], stats [E, 2].
+
+    The meaning is that of ``plugins.compressed_sparse_attention.ref.summarise``.
+    """
+    centre = ((k.min(1) + k.max(1)) / 2 if sound else k.mean(1)).astype(np.float16)
+    mean_v = v.mean(1).astype(np.float16)
+    away = k - centre[:, None].astype(np.float32)
+    far = ((v - mean_v[:, None].astype(np.float32)) ** 2).sum(2)
+    if sound:
+        exact = np.abs(away).max(1)
+        spread = exact.astype(np.float16)
+        up = np.nextafter(spread, np.float16(np.inf))
+        # fp32 sums may be off in their last bits: one more step of either type covers that.
+        spread, reach = np.where(spread <= exact, up, spread), np.sqrt(far.max(1)) * (1 + 1e-6)
+    else:
+        spread, reach = np.sqrt((away**2).mean(1)).astype(np.float16), np.sqrt(far.mean(1))
+    counts = np.full(len(k), k.shape[1], np.float32)
+    entries = np.concatenate([centre, spread, mean_v], axis=1)
+    return entries, np.stack([counts, reach], axis=1).astype(np.float32)
+
+
+class Judged:
+    """Entries of one head against what its seen queries [n, dk] would have read.
+
+    members[e]: rows of entry e; entries [E, 2*dk + dv], stats [E, 2]: theirs, of the calibrated
+    kind. value_spread [E]: raised where the estimate was worse than the entry's own figures say: as
+    the op weighs it, by the mean square of the relative error over the expected one, queries
+    weighed by the mass they were thought to find there. loss [E]: the squared error of the output
+    that the op would expect from leaving the entry unread, mean over the recent queries.
+    """
+
+    def __init__(
+        self,
+        stats: Stats,
+        head: int,
+        members: Sequence[Rows],
+        entries: Halves,
+        figures: Floats,
+    ) -> None:
+        q, keys, values = stats.queries[head], stats.keys[head], stats.values[head]
+        score = q @ keys.T
+        top = score.max(1, keepdims=True)
+        p = np.exp(score - top)
+        z = p.sum(1, keepdims=True)
+        o = (p @ values) / z
+        count, spread = figures.T
+        dk = q.shape[1]
+        centre, wide, mean_v = np.split(entries.astype(np.float32), [dk, 2 * dk], axis=1)
+        var = np.minimum(q**2 @ (wide**2).T, MAX_VARIANCE)
+        estimate = count * np.exp(q @ centre.T - top + var / 2)
+        starts = np.cumsum([0, *(len(m) for m in members[:-1])])
+        mass = np.add.reduceat(p[:, np.concatenate(members)], starts, axis=1)
+        weight = estimate / z + np.float32(1e-12)
+        noise = np.expm1(var) / count
+        found = (weight * (mass / np.maximum(estimate, 1e-30) - 1) ** 2).sum(0)
+        worse = np.clip(found / np.maximum((weight * noise).sum(0), 1e-30), 1, _WORST)
+        away2 = ((mean_v - o.mean(0)) ** 2).sum(1)
+        self.value_spread = np.sqrt(worse * (spread**2 + away2) - away2)
+        late = slice(-stats.recent_queries, None)
+        size2 = np.maximum((o[late] ** 2).sum(1, keepdims=True), 1e-30)
+        error = weight[late] ** 2 * noise[late] * (self.value_spread**2 + away2) / size2
+        self.loss = error.mean(0)
