@@ -57,6 +57,12 @@ class Nodes:
             self.constants[name] = numpy_helper.from_array(array, name)
         return name
 
+    def with_constants(self) -> list[onnx.NodeProto]:
+        """The nodes after Constant nodes for what ``const`` made: for bodies, which keep their
+        constants inside."""
+        made = [helper.make_node("Constant", [], [n], value=t) for n, t in self.constants.items()]
+        return [*made, *self.nodes]
+
     def array(self, name: str, value: NDArray[Any]) -> str:
         """A named constant kept inside the model file (norms and other small weights)."""
         self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
@@ -131,13 +137,12 @@ def standard_function(
     attributes: Sequence[str] = (),
 ) -> onnx.FunctionProto:
     """A body in ai.onnx alone, its constants inside; a plugin's node has two more attributes."""
-    constants = [helper.make_node("Constant", [], [n], value=t) for n, t in body.constants.items()]
     return helper.make_function(
         DOMAIN,
         name,
         list(inputs),
         list(outputs),
-        [*constants, *body.nodes],
+        body.with_constants(),
         [helper.make_opsetid("", OPSET)],
         attributes=[*attributes, "plugin_namespace", "plugin_version"],
     )

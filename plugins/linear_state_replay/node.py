@@ -172,12 +172,11 @@ def _step(rule: str, scale: float) -> onnx.GraphProto:
     ]
     state_info = helper.make_tensor_value_info("S", TensorProto.FLOAT, ["B", "H", "dk", "dv"])
     return helper.make_graph(
-        b.nodes,
+        b.with_constants(),  # TensorRT's parser loses initializers of a graph inside a function
         "step",
         [state_info, *info],
         [
             helper.make_tensor_value_info("S_next", TensorProto.FLOAT, ["B", "H", "dk", "dv"]),
             helper.make_tensor_value_info("o", TensorProto.FLOAT, ["B", "H", "dv"]),
         ],
-        initializer=list(b.constants.values()),
     )

@@ -6,11 +6,14 @@
 #include "layer_events.h"
 #include "plugin.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 
 namespace hybrid {
 namespace {
+
+constexpr int kFEW = 16;  // as kernel.py: rows of queries up to which the keys are split
 
 enum : int32_t { kQ, kK, kV, kKEY_POOL, kVALUE_POOL, kTABLE, kSEQLENS, kAPPEND };
 
@@ -80,13 +83,19 @@ class CompressedSparseAttention final : public Plugin {
         return output == 1 ? kKEY_POOL : output == 2 ? kVALUE_POOL : -1;
     }
 
-    size_t getWorkspaceSize(nv::DynamicPluginTensorDesc const*, int32_t,
+    size_t getWorkspaceSize(nv::DynamicPluginTensorDesc const* in, int32_t,
         nv::DynamicPluginTensorDesc const*, int32_t) const noexcept override {
-        return 0;
+        return guarded<size_t>(0, kNAME, [&]() -> size_t {
+            // A step of few tokens may be in the range of a profile that also holds many.
+            nv::Dims q = in[kQ].max;
+            q.d[1] = std::min<int64_t>(q.d[1], kFEW / (mHq / mHk));
+            Split const s = split(q, in[kTABLE].max.d[1], in[kKEY_POOL].max, in[kQ].desc.type);
+            return s.count > 1 ? s.bytes : 0;
+        });
     }
 
     int32_t enqueue(nv::PluginTensorDesc const* in, nv::PluginTensorDesc const*,
-        void const* const* inputs, void* const* outputs, void*,
+        void const* const* inputs, void* const* outputs, void* workspace,
         cudaStream_t stream) noexcept override {
         return guarded<int32_t>(-1, kNAME, [&]() -> int32_t {
             require(outputs[1] == inputs[kKEY_POOL] && outputs[2] == inputs[kVALUE_POOL],
@@ -97,7 +106,7 @@ class CompressedSparseAttention final : public Plugin {
                 driver.check(driver.streamWaitEvent(stream, events.ready, 0), "waiting for K/V");
             }
             if (in[kQ].dims.d[0] * in[kQ].dims.d[1] > 0) {
-                run(in, inputs, outputs[0], stream);
+                run(in, inputs, outputs[0], static_cast<char*>(workspace), stream);
             }
             if (events.done) {
                 driver.check(driver.eventRecord(events.done, stream), "recording an event");
@@ -110,14 +119,46 @@ class CompressedSparseAttention final : public Plugin {
     nv::AsciiChar const* getPluginName() const noexcept override { return kNAME; }
 
   private:
+    // How many parts of the rows are read side by side, and where each leaves its answer.
+    struct Split {
+        int count;
+        size_t partLse, lse, bytes;
+    };
+
     Wanted wanted(char const* kernel, nv::Dims const& pool, nv::DataType half) const {
         return {kernel, typeName(half),
             {{"D", static_cast<int>(pool.d[3])}, {"PAGE", static_cast<int>(pool.d[1])}}};
     }
 
-    void run(nv::PluginTensorDesc const* in, void const* const* inputs, void* o,
+    // The form for few rows of queries, whose parts are fp32.
+    Wanted few(nv::Dims const& pool, nv::DataType half) const {
+        Wanted form = wanted("paged_attention", pool, half);
+        form.constants.push_back({"BQ", kFEW});
+        form.output = "fp32";
+        return form;
+    }
+
+    // As kernel.py's attend: one part unless a step brings few queries and the table is long.
+    Split split(nv::Dims const& q, int64_t blocks, nv::Dims const& pool, nv::DataType half) const {
+        Split s{1, 0, 0, 0};
+        int64_t const tokens = q.d[0] * q.d[1];
+        if (q.d[1] * (mHq / mHk) > kFEW || tokens == 0 || !search(few(pool, half))) {
+            return s;
+        }
+        int64_t const most = find(wanted("merge_splits", pool, half)).constant("BS");
+        int64_t const useful = std::min(blocks * pool.d[1] / 256, 512 / (q.d[0] * mHk));
+        s.count = static_cast<int>(std::max<int64_t>(1, std::min(most, useful)));
+        size_t const rows = static_cast<size_t>(tokens * mHq);
+        s.partLse = static_cast<size_t>(s.count) * rows * static_cast<size_t>(pool.d[3]) * 4;
+        s.lse = s.partLse + static_cast<size_t>(s.count) * rows * 4;
+        s.bytes = s.lse + rows * 4;
+        return s;
+    }
+
+    void run(nv::PluginTensorDesc const* in, void const* const* inputs, void* o, char* workspace,
         cudaStream_t stream) const {
-        nv::Dims const& q = in[kQ].dims;
+        nv::Dims const &q = in[kQ].dims, &pool = in[kKEY_POOL].dims;
+        nv::DataType const half = in[kQ].type;
         auto const bind = [&](Launch& launch) -> Launch& {
             return launch.tensor("q", inputs[kQ])
                 .tensor("k", inputs[kK])
@@ -129,8 +170,6 @@ class CompressedSparseAttention final : public Plugin {
                 .tensor("append", inputs[kAPPEND])
                 .tensor("starts", nullptr)
                 .tensor("lengths", nullptr)
-                .tensor("o", o)
-                .tensor("lse", nullptr)
                 .number("T", q.d[1])
                 .number("M", in[kTABLE].dims.d[1])
                 .number("Hq", static_cast<int64_t>(mHq))
@@ -143,10 +182,28 @@ class CompressedSparseAttention final : public Plugin {
             int const step = launch.kernel().constant(size);
             return static_cast<int>((rows + step - 1) / step);
         };
-        Launch append(wanted("append_kv", in[kKEY_POOL].dims, in[kQ].type));
+        Launch append(wanted("append_kv", pool, half));
         bind(append).run(tiles(append, q.d[1], "ROWS"), pairs, 1, stream);
-        Launch attend(wanted("paged_attention", in[kKEY_POOL].dims, in[kQ].type));
-        bind(attend).run(tiles(attend, q.d[1] * (mHq / mHk), "BQ"), pairs, 1, stream);
+        int64_t const rows = q.d[1] * (mHq / mHk);
+        Split const s = split(q, in[kTABLE].dims.d[1], pool, half);
+        if (s.count == 1) {
+            Launch attend(wanted("paged_attention", pool, half));
+            bind(attend).tensor("o", o).tensor("lse", nullptr);
+            attend.run(tiles(attend, rows, "BQ"), pairs, 1, stream);
+            return;
+        }
+        Launch attend(few(pool, half));
+        bind(attend).tensor("o", workspace).tensor("lse", workspace + s.partLse);
+        attend.run(tiles(attend, rows, "BQ"), pairs, s.count, stream);
+        int64_t const answers = q.d[0] * q.d[1] * mHq;
+        Launch merge(wanted("merge_splits", pool, half));
+        merge.tensor("parts", workspace)
+            .tensor("part_lse", workspace + s.partLse)
+            .tensor("o", o)
+            .tensor("lse", workspace + s.lse)
+            .number("N", answers)
+            .number("splits", static_cast<int64_t>(s.count))
+            .run(static_cast<int>(answers), 1, 1, stream);
     }
 
     int32_t mHq = 0, mHk = 0, mWindow = 0, mLayer = -1;

@@ -19,7 +19,9 @@ bool matches(Kernel const& kernel, Wanted const& wanted) {
     for (int i = 0; i < kernel.numArguments; ++i) {
         Argument const& argument = kernel.arguments[i];
         std::string const name = argument.name;
-        if ((name == "q" || name == "k") && argument.type != "*" + wanted.type) {
+        std::string const& output = wanted.output.empty() ? wanted.type : wanted.output;
+        if (((name == "q" || name == "k") && argument.type != "*" + wanted.type) ||
+            (name == "o" && argument.type != "*" + output)) {
             return false;
         }
     }
@@ -144,13 +146,18 @@ int Kernel::constant(std::string const& which) const {
     return found->value;
 }
 
+Kernel const* search(Wanted const& wanted) {
+    auto const found = std::find_if(std::begin(kKernels), std::end(kKernels),
+        [&](Kernel const& kernel) { return matches(kernel, wanted); });
+    return found == std::end(kKernels) ? nullptr : found;
+}
+
 Kernel const& find(Wanted const& wanted) {
-    for (Kernel const& kernel : kKernels) {
-        if (matches(kernel, wanted)) {
-            return kernel;
-        }
+    Kernel const* const found = search(wanted);
+    if (!found) {
+        throw Error(text(wanted) + alternatives(wanted));
     }
-    throw Error(text(wanted) + alternatives(wanted));
+    return *found;
 }
 
 Launch::Launch(Wanted const& wanted) {

@@ -38,15 +38,17 @@ struct Kernel {
     int constant(std::string const& which) const;
 };
 
-// A kernel by what it was compiled for. `type`: of its arguments "q" and "k"; constants that the
-// kernel does not have are no matter.
+// A kernel by what it was compiled for. `type`: of its arguments "q" and "k", and of "o" unless
+// `output` says otherwise; arguments and constants that the kernel does not have are no matter.
 struct Wanted {
     char const* name;
     std::string type;
     std::vector<Constant> constants;
+    std::string output = "";
 };
 
-// For any device. Throws Error that lists what there is.
+// For any device. Null where there is none; `find` throws Error that lists what there is.
+Kernel const* search(Wanted const& wanted);
 Kernel const& find(Wanted const& wanted);
 
 // One launch on the current device. Every argument of the kernel must be given; a null pointer says
