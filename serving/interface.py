@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.errors import RequestError
-from serving.engine.requests import EXACT_REPLAY, MAX_TOKENS_LIMIT, SamplingParams
+from serving.engine.requests import (
+    EXACT_REPLAY,
+    MAX_TOKENS_LIMIT,
+    CompressionRequest,
+    SamplingParams,
+)
+from serving.kv_compression.config import MODES
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 
 Array = NDArray[Any]
@@ -51,6 +57,9 @@ INPUTS = (
     Tensor("replay_ratio", "FP32"),
     Tensor("replay_tokens", "INT64"),
     Tensor("max_replay_error", "FP32"),
+    Tensor("kv_compression", "STRING"),
+    Tensor("kv_budget", "FP32"),
+    Tensor("kv_epsilon", "FP32"),
     Tensor("deadline_ms", "INT64"),
 )
 OUTPUTS = (
@@ -66,6 +75,9 @@ OUTPUTS = (
     Tensor("replay_source", "STRING"),
     Tensor("replay_reason", "STRING"),
     Tensor("miss_reason", "STRING"),
+    Tensor("kv_kept", "FP32"),
+    Tensor("kv_error", "FP32"),
+    Tensor("kv_fetched", "INT64"),
 )
 KNOWN = {t.name: t for t in INPUTS}
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -79,6 +91,7 @@ class TextRequest:
     prompt: str
     sampling: SamplingParams
     replay: ReplayRequest
+    compression: CompressionRequest = CompressionRequest()
     cache_salt: str = ""
     stop_words: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -107,6 +120,7 @@ def parse(
         prompt=prompt,
         sampling=_sampling(values, vocab_size),
         replay=_replay(values, default_replay),
+        compression=_compression(values),
         cache_salt=values.get("cache_salt", ""),
         stop_words=tuple(w for w in values.get("stop_words", ()) if w),
         bad_words=tuple(w for w in values.get("bad_words", ()) if w),
@@ -190,6 +204,19 @@ def _replay(values: dict[str, Any], default: ReplayRequest) -> ReplayRequest:
 def _within(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}, expected {low} to {high}")
+
+
+def _compression(values: dict[str, Any]) -> CompressionRequest:
+    """What is not given is the server's choice; a budget or epsilon alone asks for ``bounded``."""
+    mode, budget, epsilon = (values.get(n) for n in ("kv_compression", "kv_budget", "kv_epsilon"))
+    if mode is not None and mode not in MODES:
+        raise RequestError(f"kv_compression is {mode!r}, expected one of {', '.join(MODES)}")
+    for name, value in (("kv_budget", budget), ("kv_epsilon", epsilon)):
+        if value is not None and not 0 < value <= 1:
+            raise RequestError(f"{name} is {value:g}, expected more than 0, up to 1")
+    if mode is None and (budget is not None or epsilon is not None):
+        mode = "bounded"
+    return CompressionRequest(mode, budget, epsilon)
 
 
 def _deadline(milliseconds: int | None) -> float | None:

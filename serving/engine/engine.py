@@ -24,12 +24,15 @@ from engine_configs.errors import (
     PromptTooLongError,
     RequestError,
 )
-from serving.engine.model import decode_step, prefill_step
+from serving.engine.compact_slots import CompactSlots, can_compress
+from serving.engine.compression import Compression
+from serving.engine.model import Model, decode_step, prefill_step
 from serving.engine.path import Life, Prefill, RequestPath, Result, Sequence, Wait
 from serving.engine.prefix import Prefixes
 from serving.engine.requests import Finish, Request, Stream
 from serving.engine.runner import Runner
-from serving.engine.slots import Slots, class_capacities
+from serving.engine.slots import SlotClass, Slots, class_capacities
+from serving.kv_compression.config import CompressionConfig
 
 log = logging.getLogger(__name__)
 # Waiting for another sequence's prefill pays off when it brings at least this many more tokens.
@@ -43,7 +46,10 @@ class EngineConfig:
     max_seq_len: longest sequence served; slots: how many of each capacity class (None: as many
     as ``slot_bytes`` allows, at most ``max_batch``); chunk: tokens of one prefill run, chunks end
     at absolute multiples of it; max_waiting: requests admitted but without a slot; threads: of
-    the runtime (0 = all cores); calibration: let ``convert.py --calibrate-on`` run steps here.
+    the runtime (0 = all cores); calibration: let ``convert.py --calibrate-on`` run steps here;
+    kv_compression (off | bounded), kv_budget, kv_epsilon, kv_alpha, kv_min_tokens: of requests that
+    do not say (see CompressionConfig); kv_factor: of the calibrated bound; kv_slots: keep slots for
+    compacted sequences, as far as the CPU kernels are there.
     """
 
     max_seq_len: int = 8192
@@ -53,6 +59,18 @@ class EngineConfig:
     max_waiting: int = 256
     threads: int = 0
     calibration: bool = False
+    kv_compression: str = "off"
+    kv_budget: float = 0.345
+    kv_epsilon: float = 0.05
+    kv_alpha: float = 0.05
+    kv_min_tokens: int = 1024
+    kv_factor: float = 2.0
+    kv_slots: bool = True
+
+    def compression(self) -> CompressionConfig:
+        return CompressionConfig(
+            self.kv_compression, self.kv_budget, self.kv_epsilon, self.kv_alpha, self.kv_min_tokens
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "max_batch", "slot_bytes", "chunk", "max_waiting"):
@@ -60,6 +78,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}, must be >= 1", where="engine")
         if self.chunk % 2:
             raise ConfigError(f"chunk = {self.chunk}, must be even", where="engine")
+        self.compression()
 
 
 class Engine:
@@ -69,9 +88,10 @@ class Engine:
         self, model: Runner, config: EngineConfig = EngineConfig(), prefixes: Prefixes | None = None
     ) -> None:
         self.model, self.config, self._prefixes = model, config, prefixes
-        self._path = RequestPath(model, config.chunk, prefixes)
         self.max_seq_len = min(config.max_seq_len, model.spec.max_position)
         self.classes = _slot_classes(model, config, self.max_seq_len)
+        self._compression = _compression(model, config, prefixes, self.max_seq_len)
+        self._path = RequestPath(model, config.chunk, prefixes, self._compression)
         self._waiting: deque[Stream] = deque()
         self._running: list[Sequence] = []
         self._wake = threading.Condition()
@@ -113,13 +133,19 @@ class Engine:
 
     def load(self) -> dict[str, int]:
         """Sequences waiting and running, and rows in use: all zero when idle."""
-        rows = sum(c.rows - c.free_rows() for c in self.classes)
+        classes = [*self.classes, *(self._compression.slots if self._compression else ())]
+        rows = sum(c.rows - c.free_rows() for c in classes)
         return {"waiting": len(self._waiting), "running": len(self._running), "rows": rows}
 
     def _validate(self, request: Request) -> None:
         count, vocab = len(request.tokens), self.model.spec.vocab_size
         if count == 0:
             raise RequestError("the prompt is empty", fix="Send at least one token")
+        if request.compression.mode == "bounded" and self._compression is None:
+            raise RequestError(
+                "kv_compression is bounded, this engine keeps K/V dense",
+                fix="Send off, or serve it with the CPU kernels (`make native`)",
+            )
         sampling = request.sampling
         chosen = [*sampling.stop_tokens, *(t for bad in sampling.bad_tokens for t in bad)]
         for name, ids in (("prompt", request.tokens), ("stop_tokens or bad_tokens", chosen)):
@@ -180,6 +206,9 @@ class Engine:
         self._run_prefill()
         for slots in self.classes:
             self._run_decode(slots)
+        if self._compression:
+            for compact in self._compression.slots:
+                self._run_compact(self._compression, compact)
 
     def _admit(self) -> None:
         """First come, first served, into the smallest class that holds the whole sequence."""
@@ -220,11 +249,13 @@ class Engine:
         tokens = seq.request.tokens[part.start : part.end]
         step = prefill_step(tokens, part.start, append=part.append)
         try:
-            _, sums = self.model.run(seq.slots, seq.row, step, decay_sums=part.decay_sums)
+            _, found = self.model.run(
+                seq.slots, seq.row, step, decay_sums=part.decay_sums, queries=part.queries
+            )
         except Exception as e:
             self._end(seq, _internal(e))
             return
-        self._resume(seq, sums)
+        self._resume(seq, found)
 
     def _run_decode(self, slots: Slots) -> None:
         batch: list[Any] = slots.owners()
@@ -239,6 +270,39 @@ class Engine:
             return
         for i, seq in enumerate(batch):
             self._resume(seq, logits[i])
+
+    def _run_compact(self, compression: Compression, slots: CompactSlots) -> None:
+        """As ``_run_decode``. Where a step asks for rows that are not there it is undone, they are
+        brought back or the sequence goes to a dense slot, and it is taken again."""
+        for last in (False, False, True):
+            batch: list[Any] = slots.owners()
+            if not batch:
+                return
+            step = decode_step([s.step.token for s in batch], [s.step.position for s in batch])
+            try:
+                with slots.step(len(batch)) as undo:
+                    logits, found = self.model.run(slots, 0, step)
+                    wanted = [] if last else compression.asked(slots, batch, found)
+                    if not wanted:
+                        break
+                    undo()
+                for row in compression.fetch(slots, batch, wanted):
+                    self._dense_again(compression, batch[row])
+            except Exception as e:
+                for seq in batch:
+                    self._end(seq, _internal(e))
+                return
+        compression.stepped(slots, batch, found)
+        for i, seq in enumerate(batch):
+            self._resume(seq, logits[i])
+
+    def _dense_again(self, compression: Compression, seq: Sequence) -> None:
+        """To a dense slot, where one is free; else it goes on with a bound that is not kept."""
+        needed = len(seq.request.tokens) + seq.request.sampling.max_tokens
+        target = next((c for c in self.classes if c.capacity >= needed and c.free_rows()), None)
+        if not isinstance(target, SlotClass) or not compression.dense_again(seq, target):
+            assert seq.compacted is not None
+            seq.compacted.stuck = True
 
     def _resume(self, seq: Sequence, result: Result) -> None:
         try:
@@ -255,6 +319,8 @@ class Engine:
         seq.stream.put(error or Finish("cancelled", replace(seq.stream.usage)))
 
     def _forget(self, seq: Sequence) -> None:
+        if self._compression:
+            self._compression.forget(seq)
         seq.slots.release(seq)
         self._running.remove(seq)
 
@@ -270,6 +336,31 @@ def _slot_classes(model: Runner, config: EngineConfig, longest: int) -> list[Slo
         rows = max(1, min(config.max_batch, share // row_bytes))
         classes.append(model.new_slots(capacity, rows))
     return classes
+
+
+def _compression(
+    model: Runner, config: EngineConfig, prefixes: Prefixes | None, longest: int
+) -> Compression | None:
+    """None where K/V stays dense: without kernels, without a cache to bring rows back from, or
+    with layers that look at some rows only. Its slots take as many bytes as the dense ones of one
+    class."""
+    fits = all(can_compress(m) for _, m in model.spec.attention_layers())
+    if not (isinstance(model, Model) and model.native and prefixes and config.kv_slots and fits):
+        if config.kv_compression != "off":
+            raise ConfigError(
+                "kv_compression needs the CPU kernels, a prefix cache and full attention layers",
+                where="engine",
+                fix="Run `make native` and convert again, or set kv_compression to off",
+            )
+        return None
+    capacities = class_capacities(max(1024, int(longest * config.kv_budget)))
+    share = config.slot_bytes // (4 * len(capacities))
+    classes = []
+    for capacity in capacities:
+        row_bytes = CompactSlots(model.spec, capacity, 1, longest).row_bytes
+        rows = max(1, min(config.max_batch, share // row_bytes))
+        classes.append(CompactSlots(model.spec, capacity, rows, longest))
+    return Compression(model.spec, prefixes, classes, config.compression(), config.kv_factor)
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

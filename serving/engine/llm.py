@@ -12,7 +12,15 @@ from serving.engine.bundle import Bundle
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.model import Model
 from serving.engine.prefix import Prefixes, make_cache
-from serving.engine.requests import EXACT_REPLAY, Finish, Request, SamplingParams, Stream, Usage
+from serving.engine.requests import (
+    EXACT_REPLAY,
+    CompressionRequest,
+    Finish,
+    Request,
+    SamplingParams,
+    Stream,
+    Usage,
+)
 from serving.engine.text import Text, TextStream
 from serving.prefix_cache import CacheConfig, PrefixCache, ReplayRequest
 from serving.replay.cost import measure_cost
@@ -71,12 +79,14 @@ class LLM:
         replay: ReplayRequest = EXACT_REPLAY,
         cache_salt: str = "",
         use_cache: bool = True,
+        compression: CompressionRequest = CompressionRequest(),
     ) -> Stream:
         """Raises RequestError and its kin at once; end tokens of the model stop the answer."""
         stops = (*sampling.stop_tokens, *self.bundle.spec.eos_token_ids)
         tokens = np.asarray(self.text.encode(prompt), np.int32)
         sampling = replace(sampling, stop_tokens=stops)
-        return self.engine.submit(Request(tokens, sampling, replay, cache_salt, use_cache))
+        request = Request(tokens, sampling, replay, compression, cache_salt, use_cache)
+        return self.engine.submit(request)
 
     def stream(self, stream: Stream, stop_words: Sequence[str] = ()) -> Iterator[str | Answer]:
         """Pieces of text as they become certain, then the Answer."""

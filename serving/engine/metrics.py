@@ -8,6 +8,9 @@ from serving.engine.requests import Usage
 
 OUTCOMES = ("ok", "cancelled", "error", "refused")
 TOKENS = ("prompt", "cached", "replayed", "computed", "generated")
+KV_ROWS = ("held", "read")
+# Head steps that read all rows kept, steps that brought evicted rows back, returns to dense.
+KV_EXPANSIONS = ("all_read", "fetched", "dense")
 SOURCES = ("state", "split", "tail", "recompute")
 _TTFT = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 _REPLAY_ERROR = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
@@ -40,6 +43,13 @@ class EngineMetrics:
         self._tokens = counters("hybrid_tokens_total", "Tokens by what was done", "kind", TOKENS)
         self._sources = counters(
             "hybrid_replay_source_total", "Requests by start of their state", "source", SOURCES
+        )
+        self._freed = registry.counter(
+            "hybrid_kv_freed_bytes_total", "Slot bytes given back by compaction", [{}]
+        )[0]
+        self._rows = counters("hybrid_kv_rows_total", "K/V rows of compact steps", "kind", KV_ROWS)
+        self._expansions = counters(
+            "hybrid_kv_expansions_total", "Compact steps that needed more", "kind", KV_EXPANSIONS
         )
         self._load = dict(
             zip(
@@ -81,6 +91,12 @@ class EngineMetrics:
             if count:
                 self._tokens[kind].increment(count)
         self._sources[usage.replay_source].increment(1)
+        if usage.kv_freed_bytes:
+            self._freed.increment(usage.kv_freed_bytes)
+            for kind in KV_ROWS:
+                self._rows[kind].increment(getattr(usage, f"kv_rows_{kind}"))
+            for kind in KV_EXPANSIONS:
+                self._expansions[kind].increment(getattr(usage, f"kv_{kind}"))
         if self._replay_error is not None and usage.replay_error > 0:
             self._replay_error.observe(usage.replay_error)
         if self._ttft is not None:

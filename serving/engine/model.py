@@ -74,7 +74,8 @@ class Model:
         """Run B = len(step.tokens) rows from ``row`` on; K/V and states change in place.
 
         Returns logits [N, V] and, by name where asked for, ``decay_sum_i`` [B, units] of each
-        layer with a state and ``query_i`` [B, T, Hq*dk] of each attention layer (padding included).
+        layer with a state and ``query_i`` [B, T, Hq*dk] of each attention layer (padding included);
+        and what ``slots.outputs`` names.
         """
         batch, length = step.tokens.shape
         bound = self._bound(slots, row, batch, decay_sums, queries)
@@ -92,6 +93,7 @@ class Model:
         extra = self._decay_arrays(batch) if decay_sums else {}
         if queries:
             extra |= self._query_arrays(batch, length)
+        extra |= slots.outputs(batch)
         for name, array in extra.items():
             _bind_array(binding.bind_output, name, array)
         if step.append:
@@ -118,6 +120,8 @@ class Model:
                 rows = array[row : row + batch]
                 _bind_array(binding.bind_input, name, rows)
                 _bind_array(binding.bind_output, f"present_{name.removeprefix('past_')}", rows)
+            for name, array in slots.inputs().items():
+                _bind_array(binding.bind_input, name, array[row : row + batch])
             slots.bindings[key] = _Bound(binding)
         bound: _Bound = slots.bindings[key]
         return bound

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from serving.engine.compression import LAST, Compacted, Compression, Watch
 from serving.engine.prefix import Hit, Prefixes
 from serving.engine.requests import Finish, Request, Stream, Token
 from serving.engine.runner import Runner
@@ -30,13 +31,14 @@ MARK_TOKENS = 64
 
 @dataclass(frozen=True)
 class Prefill:
-    """Run tokens [start, end) of the prompt; ``append`` False is a replay, which returns the
-    summed log-decay [units] of every layer where ``decay_sums`` is set."""
+    """Run tokens [start, end) of the prompt; ``append`` False is a replay. Returns the summed
+    log-decay [units] of every layer and the queries where asked for (see ``Model.run``)."""
 
     start: int
     end: int
     append: bool
     decay_sums: bool = False
+    queries: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Sequence:
     step: Step | None = None
     filling: bool = True
     provenance: Provenance = EXACT
+    compacted: Compacted | None = None
     states: dict[int, list[Floats]] = field(default_factory=dict)
     checkpoints: dict[int, list[NDArray[np.generic]]] = field(default_factory=dict)
 
@@ -85,22 +88,34 @@ class Sequence:
 class RequestPath:
     """Serves sequences of one model; ``prefixes`` None = no prefix cache."""
 
-    def __init__(self, model: Runner, chunk: int, prefixes: Prefixes | None) -> None:
-        self.model, self.prefixes = model, prefixes
+    def __init__(
+        self,
+        model: Runner,
+        chunk: int,
+        prefixes: Prefixes | None,
+        compression: Compression | None = None,
+    ) -> None:
+        self.model, self.prefixes, self.compression = model, prefixes, compression
         self.interval = prefixes.interval if prefixes else 0
         # Chunks end where checkpoints are taken.
         self.chunk = min(chunk, self.interval) if self.interval else chunk
 
     def serve(self, seq: Sequence) -> Life:
-        """match → plan → load → replay → suffix → decode → commit."""
+        """match → plan → load → replay → suffix → (compact) → decode → commit."""
         request, usage = seq.request, seq.stream.usage
         prompt, count = request.tokens, len(request.tokens)
-        hit_len = yield from self._reuse(seq)
+        watch = self.compression.watch(request) if self.compression else None
+        hit_len = yield from self._reuse(seq, watch)
         for low, high in _chunks(hit_len, count - 1, self.chunk, origin=0, also=seq.states):
-            yield Prefill(low, high, append=True)
+            found = yield Prefill(low, high, append=True, queries=watch is not None)
+            if watch:
+                assert isinstance(found, dict)
+                watch.observe(seq, low, found)
             self._snapshot(seq, high)
         self._keep(seq, prompt[:-1])
         seq.filling = False
+        if watch:
+            yield from self._compact(seq, watch)
 
         sampler = Sampler(request.sampling, prompt, self.model.spec.vocab_size)
         fed, made, token = count - 1, list[int](), int(prompt[-1])
@@ -109,7 +124,7 @@ class RequestPath:
             logits = yield Decode(token, fed)
             fed += 1
             assert isinstance(logits, np.ndarray)
-            if self.interval and fed % self.interval == 0:
+            if self.interval and fed % self.interval == 0 and not usage.kv_freed_bytes:
                 self._snapshot(seq, fed)
             token, log_prob = sampler.choose(logits)
             if not made:
@@ -124,10 +139,27 @@ class RequestPath:
                 break
             seq.stream.put(Token(token, log_prob))
         # The caller has its answer; whatever it sends next is served after this.
-        context = np.concatenate([prompt, np.asarray(made[:-1], np.int32)])
-        self._keep(seq, context[:fed])
+        if not usage.kv_freed_bytes:  # a compacted slot does not hold the rows
+            context = np.concatenate([prompt, np.asarray(made[:-1], np.int32)])
+            self._keep(seq, context[:fed])
 
-    def _reuse(self, seq: Sequence) -> Generator[Step, Result, int]:
+    def _compact(self, seq: Sequence, watch: Watch) -> Generator[Step, Result, None]:
+        """Move to a smaller slot. A prompt that was a hit to its end has shown too few queries:
+        its last tokens run once more, from zero states, only to be looked at."""
+        assert self.compression is not None
+        end = len(seq.request.tokens) - 1
+        if watch.seen < LAST:
+            states = {name: array[seq.row].copy() for name, array in seq.slots.states.items()}
+            seq.slots.zero_states(seq.row)
+            start = max(0, end - 2 * LAST)
+            found = yield Prefill(start, end, append=False, queries=True)
+            assert isinstance(found, dict)
+            watch.observe(seq, start, found)
+            for name, array in seq.slots.states.items():
+                array[seq.row][...] = states[name]
+        self.compression.compact(seq, watch)
+
+    def _reuse(self, seq: Sequence, watch: Watch | None) -> Generator[Step, Result, int]:
         """Bring as much of the prompt into the slot as may be reused; returns how many tokens."""
         usage = seq.stream.usage
         usage.computed_tokens = usage.prompt_tokens
@@ -146,7 +178,7 @@ class RequestPath:
                 return 0
             usage.load_seconds = time.monotonic() - before
             for plan in hit.plans:
-                if (yield from self._replay(seq, hit, plan)):
+                if (yield from self._replay(seq, hit, plan, watch)):
                     if seq.slots.confirm(seq.row):
                         return self._settled(seq, hit, plan)
                     usage.miss_reason, usage.replay_reason = "stale", "a cached block was stale"
@@ -160,7 +192,9 @@ class RequestPath:
         assert self.prefixes is not None
         return self.prefixes.load_kv(hit, seq.slots, seq.row)
 
-    def _replay(self, seq: Sequence, hit: Hit, plan: ReplayPlan) -> Generator[Step, Result, bool]:
+    def _replay(
+        self, seq: Sequence, hit: Hit, plan: ReplayPlan, watch: Watch | None
+    ) -> Generator[Step, Result, bool]:
         """Set the state up as planned and replay; False = not good enough, try the next plan."""
         assert self.prefixes is not None
         usage = seq.stream.usage
@@ -171,9 +205,13 @@ class RequestPath:
         guess = plan.source in (ReplaySource.SPLIT, ReplaySource.TAIL) and plan.start > 0
         total: dict[str, Floats] = {}
         for low, high in _chunks(plan.start, _replay_end(plan), self.chunk, origin=plan.start):
-            sums = yield Prefill(low, high, append=False, decay_sums=guess)
-            for name, value in sums.items() if isinstance(sums, dict) else ():
-                total[name] = value[0] + total.get(name, 0)
+            found = yield Prefill(low, high, append=False, decay_sums=guess, queries=bool(watch))
+            assert isinstance(found, dict)
+            if watch:
+                watch.observe(seq, low, found)
+            for name, value in found.items():
+                if name.startswith("decay_sum_"):
+                    total[name] = value[0] + total.get(name, 0)
         error = plan.error
         if guess:
             error = self.prefixes.replay_error(plan, total, loaded) if total else math.inf

@@ -124,6 +124,7 @@ class Prefixes:
 
     def __init__(self, bundle: Bundle, index: CacheIndex, cost: CostModel = CostModel()) -> None:
         self._index, self._digest = index, bundle.digest
+        self._attention = bundle.spec.attention_layers()
         self.failures = 0
         calibration = self.calibration = bundle.calibration
         self.interval = calibration.interval
@@ -144,6 +145,10 @@ class Prefixes:
             return None
         return Hit(match, replay_plans(request.replay, match, self._policy))
 
+    @property
+    def block_size(self) -> int:
+        return int(self._index.arena.layout.block_size)
+
     def load_kv(self, hit: Hit, slots: Slots, row: int) -> bool:
         """Copy the hit's K/V into the slot; False (a miss) when any of it is stale."""
         match, arena = hit.match, self._index.arena
@@ -159,6 +164,35 @@ class Prefixes:
         except Exception:
             self._failed("load")
         return False
+
+    def pin(self, request: Request) -> Match | None:
+        """The prompt's blocks, whatever made them, pinned until ``unpin``."""
+        try:
+            return self._index.match(self.key(request), request.tokens, exact_only=False)
+        except Exception:
+            self._failed("match")
+            return None
+
+    def unpin(self, match: Match) -> None:
+        try:
+            self._index.release(match.lease)
+        except Exception:
+            self._failed("release")
+
+    def read_blocks(self, match: Match, blocks: Tokens) -> list[NDArray[np.float32]] | None:
+        """K [Hk, n, dk], V [Hk, n, dv], K, ... of the pinned prompt's ``blocks`` (by number), one
+        after the other; None where any is stale."""
+        arena = self._index.arena
+        length = len(blocks) * arena.layout.block_size
+        shapes = [(m.num_kv_heads, length, d) for _, m in self._attention
+                  for d in (m.head_dim, m.value_dim)]  # fmt: skip
+        arrays = [np.empty(shape, np.float32) for shape in shapes]
+        try:
+            ids, generations = match.blocks[blocks], match.generations[blocks]
+            return arrays if arena.read_blocks(ids, generations, length, arrays) == length else None
+        except Exception:
+            self._failed("load")
+            return None
 
     def load_state(self, hit: Hit, plan: ReplayPlan, slots: Slots, row: int) -> Norms | None:
         """Set the slot's state up as planned; None when what it needs is stale."""
@@ -201,10 +235,7 @@ class Prefixes:
         return self._codec.encode(states)
 
     def release(self, hit: Hit) -> None:
-        try:
-            self._index.release(hit.match.lease)
-        except Exception:
-            self._failed("release")
+        self.unpin(hit.match)
 
     def keep(self, request: Request, tokens: Tokens, seq: Sequence) -> None:
         """Store the K/V rows of ``tokens`` [n], the state after them, and what ``seq`` kept on

@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.errors import HybridServeError, RequestError
+from serving.kv_compression.config import CompressionConfig
 from serving.prefix_cache.planner import ReplayRequest
 
 MAX_TOKENS_LIMIT = 1 << 20
@@ -59,12 +60,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class CompressionRequest:
+    """What a request says of its K/V (see CompressionConfig); None = as the engine is set."""
+
+    mode: str | None = None
+    budget: float | None = None
+    epsilon: float | None = None
+
+    def over(self, default: CompressionConfig) -> CompressionConfig:
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        return replace(default, **given)
+
+
+@dataclass(frozen=True)
 class Request:
     """One sequence to continue. ``tokens`` [n]: the prompt, n >= 1."""
 
     tokens: NDArray[np.int32]
     sampling: SamplingParams = SamplingParams()
     replay: ReplayRequest = EXACT_REPLAY
+    compression: CompressionRequest = CompressionRequest()
     cache_salt: str = ""
     use_cache: bool = True
 
@@ -73,7 +88,10 @@ class Request:
 class Usage:
     """What one answer cost; seconds are measured from submission.
 
-    ``generated_tokens`` counts a final stop token, which is not part of the answer.
+    ``generated_tokens`` counts a final stop token, which is not part of the answer. kv_kept: bytes
+    of K/V and summaries after compaction over dense; kv_rows_read of kv_rows_held by its steps,
+    kv_all_read head steps that read all of them, kv_fetched steps that brought evicted rows back,
+    kv_dense returns to dense; kv_error: largest bound of an attention output's relative error.
     """
 
     prompt_tokens: int = 0
@@ -86,6 +104,14 @@ class Usage:
     replay_reason: str = ""
     miss_reason: str = ""
     derived: bool = False
+    kv_kept: float = 1.0
+    kv_freed_bytes: int = 0
+    kv_error: float = 0.0
+    kv_rows_read: int = 0
+    kv_rows_held: int = 0
+    kv_all_read: int = 0
+    kv_fetched: int = 0
+    kv_dense: int = 0
     queue_seconds: float = 0.0
     load_seconds: float = 0.0
     first_token_seconds: float = 0.0

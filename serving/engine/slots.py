@@ -144,13 +144,21 @@ class SlotClass(Slots):
         self.bindings: dict[tuple[int, ...], Any] = {}
 
     def buffers(self) -> dict[str, Array]:
-        """Every array by the name of the graph input it feeds."""
+        """Every array [rows, ...] that a run changes, by the name of the graph input it feeds."""
         return self.kv | self.states
+
+    def inputs(self) -> dict[str, Any]:
+        """Those that it only reads."""
+        return {}
 
     def kv_rows(self, row: int) -> list[Array]:
         """Views [Hk, C, dk or dv] of a slot's K, V, K, ...: the columns that are used."""
         dims = [d for _, m in self._attention for d in (m.head_dim, m.value_dim)]
         return [a[row, ..., :d] for a, d in zip(self.kv.values(), dims, strict=True)]
+
+    def outputs(self, batch: int) -> dict[str, Any]:
+        """What a run over ``batch`` rows of these slots says beside its logits, to be filled in."""
+        return {}
 
     def load(self, row: int, arena: Arena, ids: Ids, generations: Words, length: int) -> int:
         good = arena.read_blocks(ids, generations, length, self.kv_rows(row))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine_configs.errors import RequestError
+from serving.engine.requests import CompressionRequest
 from serving.interface import INPUTS, KNOWN, MAX_WORDS, TextRequest, parse
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
 
@@ -63,6 +64,9 @@ def test_what_is_absent_has_its_default() -> None:
             "replay",
             ReplayRequest(ReplayMode.RATIO, 0.05),
         ),
+        ({}, "compression", CompressionRequest()),
+        ({"kv_budget": 0.5}, "compression", CompressionRequest("bounded", 0.5)),
+        ({"kv_compression": "off", "kv_epsilon": 0.1}, "compression.mode", "off"),
     ],
 )
 def test_good_values(fields: dict[str, Any], path: str, expected: Any) -> None:
@@ -115,6 +119,10 @@ NAN, INF = float("nan"), float("inf")
         ({"replay_mode": "exact", "replay_tokens": -3}, "replay_tokens is -3"),
         ({"replay_ratio": 0.5, "replay_tokens": 3}, "replay_ratio and replay_tokens"),
         ({"max_replay_error": -0.1}, "max_replay_error is -0.1"),
+        ({"kv_compression": "some"}, "kv_compression is 'some', expected one of off, bounded"),
+        ({"kv_budget": 0.0}, "kv_budget is 0"),
+        ({"kv_budget": 1.5}, "kv_budget is 1.5"),
+        ({"kv_epsilon": NAN}, "kv_epsilon is nan"),
     ],
 )
 def test_bad_values_are_named(fields: dict[str, Any], says: str) -> None:

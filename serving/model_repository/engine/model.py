@@ -28,7 +28,15 @@ from serving.engine.bundle import Bundle
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.metrics import EngineMetrics
 from serving.engine.prefix import Prefixes
-from serving.engine.requests import Event, Finish, Request, SamplingParams, Stream, Token
+from serving.engine.requests import (
+    CompressionRequest,
+    Event,
+    Finish,
+    Request,
+    SamplingParams,
+    Stream,
+    Token,
+)
 from serving.engine.runner import open_runner
 from serving.engine.steps import StepServer
 from serving.prefix_cache.planner import ReplayMode, ReplayRequest
@@ -100,6 +108,7 @@ class TritonPythonModel:
             tokens.astype(np.int32),
             SamplingParams(**{**args["sampling"], **_tuples(args["sampling"])}),
             ReplayRequest(ReplayMode(args["replay"][0]), args["replay"][1]),
+            CompressionRequest(**args.get("compression", {})),
             args["cache_salt"],
         )
         stream = Outbox(wanted, sender=sender, pump=self.events, name=args["id"])

@@ -223,6 +223,7 @@ class TritonPythonModel:
             "id": name,
             "sampling": sampling,
             "replay": [str(wanted.replay.mode), wanted.replay.amount],
+            "compression": dataclasses.asdict(wanted.compression),
             "cache_salt": wanted.cache_salt,
         }
         inputs = [

@@ -1,0 +1,128 @@
+"""Slots of sequences whose heads kept rows of their own choice: smaller, with summaries beside.
+
+Per attention layer i, beside K/V and as the graph names them: kv_rows_i [rows, Hk] int32 (slot rows
+in use, the step's own included), summaries_i [rows, Hk, S, 2*dk + dv] float16 and stats_i
+[rows, Hk, S, 2]; entries of the slot's blocks come first, then those of evicted groups (see
+``plugins.compressed_sparse_attention.ref``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_configs.mixers import AttentionMixer
+from engine_configs.spec import Attention, HybridSpec
+from plugins.compressed_sparse_attention.ref import BLOCK
+from serving.engine.slots import SlotClass
+from serving.kv_compression.compact import CompactLayer
+from serving.kv_compression.summaries import summarise
+
+# Rows of an evicted group, which one summary stands for.
+GROUP = 64
+# Blocks at the end of a slot that are read anyhow and have no summary yet.
+RECENT = 2
+Floats = NDArray[np.float32]
+
+
+def can_compress(mixer: AttentionMixer) -> bool:
+    """Rows may go where every query may look at all of them."""
+    return isinstance(mixer, Attention) and mixer.window is None
+
+
+class CompactSlots(SlotClass):
+    """``longest``: tokens of the longest sequence that may be compacted into a slot."""
+
+    def __init__(self, spec: HybridSpec, capacity: int, rows: int, longest: int) -> None:
+        self.blocks, self.groups = -(-capacity // BLOCK), -(-longest // GROUP)
+        self.summaries: dict[str, NDArray[Any]] = {}
+        self.counts: dict[str, NDArray[np.int32]] = {}
+        self.epsilon = np.zeros(rows, np.float32)
+        self.factor = np.ones(rows, np.float32)
+        entries = self.blocks + self.groups
+        for i, m in spec.attention_layers():
+            heads, width = m.num_kv_heads, 2 * m.head_dim + m.head_dim
+            self.counts[f"kv_rows_{i}"] = np.zeros((rows, heads), np.int32)
+            self.summaries[f"summaries_{i}"] = np.zeros((rows, heads, entries, width), np.float16)
+            self.summaries[f"stats_{i}"] = np.zeros((rows, heads, entries, 2), np.float32)
+        super().__init__(spec, capacity, rows)
+
+    def buffers(self) -> dict[str, Any]:
+        return super().buffers() | self.summaries
+
+    def inputs(self) -> dict[str, Any]:
+        return self.counts | {"epsilon": self.epsilon, "bound_factor": self.factor}
+
+    def outputs(self, batch: int) -> dict[str, Any]:
+        """error_bound_i [B, Hq], rows_read_i [B, Hk], chosen_i [B, Hk, S] of a step."""
+        made: dict[str, Any] = {}
+        for i, m in self._attention:
+            entries = self.summaries[f"stats_{i}"].shape[2]
+            made[f"error_bound_{i}"] = np.empty((batch, m.num_heads), np.float32)
+            made[f"rows_read_{i}"] = np.empty((batch, m.num_kv_heads), np.int32)
+            made[f"chosen_{i}"] = np.empty((batch, m.num_kv_heads, entries), np.uint8)
+        return made
+
+    def _exchange(self, a: int, b: int) -> None:
+        super()._exchange(a, b)
+        for array in self.inputs().values():
+            array[[a, b]] = array[[b, a]]
+
+    def layer(self, row: int, i: int) -> tuple[Floats, Floats]:
+        """Views k [Hk, C, dk], v [Hk, C, dv] of one layer."""
+        return self.kv[f"past_key_{i}"][row], self.kv[f"past_value_{i}"][row]
+
+    def take(self, row: int, i: int, made: CompactLayer) -> None:
+        """Set a layer up as compacted; its rows are in the slot already."""
+        used = made.summaries.shape[1]
+        summaries, stats = (self.summaries[f"{name}_{i}"][row] for name in ("summaries", "stats"))
+        summaries[:, :used], stats[:, :used] = made.summaries, made.stats
+        stats[:, used:] = 0
+        self.counts[f"kv_rows_{i}"][row] = made.rows()
+        self.hold(row, np.array([made.rows().max()]))
+
+    @contextlib.contextmanager
+    def step(self, count: int) -> Iterator[Callable[[], None]]:
+        """The first ``count`` rows take a step: one more K/V row for every head. Yields a function
+        that takes it back."""
+        before = {name: array[:count].copy() for name, array in self.states.items()}
+        self._grow(count, 1)
+
+        def undo() -> None:
+            self._grow(count, -1)
+            for name, array in self.states.items():
+                array[:count] = before[name]
+
+        yield undo
+
+    def _grow(self, count: int, by: int) -> None:
+        for rows in self.counts.values():
+            rows[:count] += by
+
+    def room(self, row: int, i: int) -> NDArray[np.int32]:
+        """[Hk]: K/V rows that still fit."""
+        return np.asarray(self.capacity - self.counts[f"kv_rows_{i}"][row], np.int32)
+
+    def bring_back(
+        self, row: int, i: int, head: int, entries: list[int], keys: Floats, values: Floats
+    ) -> None:
+        """Put evicted rows (keys [n, dk], values [n, dv]) behind the others of a head; their
+        summaries at ``entries`` go, the blocks they fill are summarised."""
+        counts, stats = self.counts[f"kv_rows_{i}"][row], self.summaries[f"stats_{i}"][row, head]
+        k, v = (a[head] for a in self.layer(row, i))
+        start, end = int(counts[head]), int(counts[head]) + len(keys)
+        k[start:end], v[start:end] = keys, values
+        counts[head] = end
+        stats[[self.blocks + e for e in entries]] = 0
+        # The last blocks had no summary yet.
+        first, full = max(0, start // BLOCK - RECENT), end // BLOCK
+        if full > first:
+            rows = slice(first * BLOCK, full * BLOCK)
+            parts = (a[rows].reshape(full - first, BLOCK, -1) for a in (k, v))
+            made, figures = summarise(*parts, sound=bool(self.factor[row] == 0))
+            self.summaries[f"summaries_{i}"][row, head, first:full] = made
+            stats[first:full] = figures

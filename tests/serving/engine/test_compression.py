@@ -1,0 +1,122 @@
+"""Compacted sequences answer like dense ones, grow back when they must, and leave nothing held."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from build.tasks import make_samples
+from engine_configs.errors import ConfigError, RequestError
+from serving.engine.engine import Engine
+from serving.engine.model import Model
+from serving.engine.requests import CompressionRequest, Request, SamplingParams
+from serving.prefix_cache.planner import ReplayMode, ReplayRequest
+from tests.serving.engine.conftest import Lab, greedy, prompt, run, wait_idle
+
+LENGTH = 1500
+BOUNDED = CompressionRequest("bounded", budget=0.4, epsilon=0.1)
+
+
+@pytest.fixture
+def engine(lab: Lab) -> Engine:
+    assert lab.model.native, "make native builds the kernels"
+    return lab.engine(lab.cache(), max_seq_len=4096)
+
+
+def asked(tokens: Any, compression: CompressionRequest, count: int = 8) -> Request:
+    replay = ReplayRequest(ReplayMode.TOKENS, 64)
+    return Request(np.asarray(tokens, np.int32), SamplingParams(count), replay, compression)
+
+
+def test_answers_are_those_of_dense_attention(engine: Engine) -> None:
+    same = total = 0
+    for sample in make_samples("needle", LENGTH, 16, seed=2):
+        for question, answer in sample.prompts():
+            dense, bounded = (
+                engine.submit(asked(question, c, len(answer)))
+                for c in (CompressionRequest("off"), BOUNDED)
+            )
+            same += dense.tokens() == bounded.tokens()
+            total += 1
+            usage = bounded.usage
+            assert 0.2 < usage.kv_kept <= 0.41
+            assert usage.kv_freed_bytes > 0
+            assert usage.kv_rows_read < usage.kv_rows_held
+            assert usage.derived
+            assert dense.usage.kv_kept == 1.0
+    assert same == total
+
+
+def test_a_bound_that_nothing_keeps_makes_it_dense_again(engine: Engine) -> None:
+    tokens = make_samples("text", LENGTH, 1, seed=4)[0].prefix
+    dense = engine.submit(asked(tokens, CompressionRequest(), 24))
+    tight = engine.submit(asked(tokens, CompressionRequest("bounded", 0.3, 1e-6), 24))
+    assert tight.tokens() == dense.tokens()
+    assert tight.usage.kv_fetched + tight.usage.kv_dense > 0
+    assert tight.usage.kv_error <= 1e-6
+
+
+def test_sound_bounds_are_kept_too(lab: Lab) -> None:
+    engine = lab.engine(lab.cache(), max_seq_len=4096, kv_alpha=0.0)
+    tokens = make_samples("copy", LENGTH, 1, seed=6)[0].prefix
+    dense = engine.submit(asked(tokens, CompressionRequest(), 16))
+    sound = engine.submit(asked(tokens, BOUNDED, 16))
+    assert sound.tokens() == dense.tokens()
+    assert sound.usage.kv_error <= 0.1
+
+
+def test_another_question_still_hits_the_whole_prefix(engine: Engine) -> None:
+    shared = prompt(LENGTH, 1)
+    engine.submit(asked([*shared, 7, 8, 9], BOUNDED)).tokens()
+    wait_idle(engine)
+    other = engine.submit(asked([*shared, 3, 2, 1], BOUNDED))
+    other.tokens()
+    assert other.usage.cached_tokens == LENGTH
+    # A prompt that is a hit to its end shows no query but those of a look back.
+    again = engine.submit(asked([*shared, 3, 2, 1], BOUNDED))
+    again.tokens()
+    assert (again.usage.computed_tokens, again.usage.kv_freed_bytes > 0) == (1, True)
+
+
+def test_freed_slots_admit_others(lab: Lab) -> None:
+    engine = lab.engine(lab.cache(), max_seq_len=2048, max_batch=1)
+    loose = CompressionRequest("bounded", 0.4, 0.5)
+    first = engine.submit(asked(make_samples("text", LENGTH, 1, seed=8)[0].prefix, loose, 300))
+    second = engine.submit(asked(prompt(LENGTH, 3), CompressionRequest("off"), 4))
+    second.tokens()
+    assert first.usage.generated_tokens < 300, "the second was served while the first went on"
+    first.cancel()
+
+
+def test_short_prompts_stay_dense(engine: Engine) -> None:
+    short = engine.submit(asked(prompt(300), BOUNDED))
+    short.tokens()
+    assert (short.usage.kv_kept, short.usage.derived) == (1.0, False)
+
+
+def test_cancelled_in_the_middle_nothing_is_held(lab: Lab) -> None:
+    cache = lab.cache()
+    engine = lab.engine(cache, max_seq_len=4096)
+    stream = engine.submit(asked(prompt(LENGTH, 5), BOUNDED, 2000))
+    for _, _ in zip(range(5), stream, strict=False):
+        pass
+    stream.cancel()
+    wait_idle(engine)
+    assert cache.stats()["leases_read"] == 0
+
+
+def test_without_kernels_it_is_refused(
+    lab: Lab, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_OPS_LIBRARY", os.devnull)
+    plain = Model(tiny_model.bundle, threads=1)
+    assert not plain.native
+    engine = lab.engine(lab.cache(plain), plain)
+    with pytest.raises(RequestError, match="keeps K/V dense"):
+        engine.submit(asked(prompt(20), BOUNDED))
+    assert len(run(engine, Request(prompt(20), greedy(4)))) == 4
+    with pytest.raises(ConfigError, match="make native"):
+        lab.engine(lab.cache(plain), plain, kv_compression="bounded")
