@@ -137,15 +137,16 @@ def _scan(
         path,
         outputs=outputs,
         num_scan_inputs=len(scans),
-        body=_step(rule, scale),
+        body=_step(g, rule, scale),
     )
     back = g.op("Transpose", [outputs[1]], f"{path}/o/back", perm=[1, 0, 2, 3])
     return g.reshape(back, [0, 0, v_heads * value_dim], f"{path}/o")
 
 
-def _step(rule: str, scale: float) -> onnx.GraphProto:
+def _step(g: Nodes, rule: str, scale: float) -> onnx.GraphProto:
     """One token. Loop value S [B, Hv, dk, dv]; scanned q, k, v [, decay, beta] [B, Hv, d]."""
     b = Nodes("standard")
+    b.constants = g.constants  # outside: TensorRT loses initializers of a graph in a function
     state, names = "S", ["q", "k", "v"]
     column = {n: b.op("Unsqueeze", [n, b.const([3])], f"{n}_col") for n in ("q", "k")}
     if "gated" in rule:
@@ -172,7 +173,7 @@ def _step(rule: str, scale: float) -> onnx.GraphProto:
     ]
     state_info = helper.make_tensor_value_info("S", TensorProto.FLOAT, ["B", "H", "dk", "dv"])
     return helper.make_graph(
-        b.with_constants(),  # TensorRT's parser loses initializers of a graph inside a function
+        b.nodes,
         "step",
         [state_info, *info],
         [
