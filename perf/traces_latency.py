@@ -37,6 +37,8 @@ _KINDS = _INT | {
 _IN_PLACE = {"present_k": "past_k", "present_v": "past_v"}
 _IN_PLACE |= {"present_summaries": "summaries", "present_stats": "stats"}
 REPEATS = 5
+# Share of all rows that a step may fetch; one that asks for more is dense, on the host's copy.
+DENSE_AT = 0.1
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def measure(
     model: ort.InferenceSession,
     trace: Trace,
     layer: CompactLayer,
-    slots: tuple[Any, Any],
+    slots: Any,
     epsilon: float,
     factor: float,
 ) -> Times:
@@ -153,21 +155,30 @@ def measure(
             start = time.perf_counter()
             new = _fetch(op, trace, layer, slots, s)
             repeat[s, 1] += time.perf_counter() - start
-            if new:
+            if new is None:
+                repeat[s, 1] += dense.run(q, [length + 1] * KV_HEADS)
+            elif new:
                 repeat[s, 1] += op.run(q, layer.rows() + 1, epsilon, factor)
             start = time.perf_counter()
-            back = _let_go(layer, slots, back + new, s)
+            back = _let_go(layer, slots, back + (new or []), s)
             repeat[s, 1] += time.perf_counter() - start
             repeat[s, 2] = op.run(q, rows, 1e9, factor)
         _let_go(layer, slots, back, 2 * STEPS)
     return Times(*np.median(times, axis=0).sum(0).tolist())
 
 
-def _fetch(op: Op, trace: Trace, layer: CompactLayer, slots: Any, step: int) -> list[Any]:
-    """Bring back what the step asked for: (step, head, groups by number)."""
+def _fetch(op: Op, trace: Trace, layer: CompactLayer, slots: Any, step: int) -> list[Any] | None:
+    """Bring back what the step asked for: (step, head, groups by number). None, and nothing is
+    brought, where that is so much that the step had better read the host's rows, all of them."""
+    if not op.held["chosen"][0, :, layer.blocks :].any():
+        return []
+    asked = [layer.evicted(h, op.held["chosen"][0, h]) for h in range(KV_HEADS)]
+    rows = sum(len(layer.groups[h][e]) for h, wanted in enumerate(asked) for e in wanted)
+    if rows > DENSE_AT * trace.keys.shape[1] * KV_HEADS:
+        return None
     back = []
-    for h in range(KV_HEADS):
-        if wanted := layer.evicted(h, op.held["chosen"][0, h]):
+    for h, wanted in enumerate(asked):
+        if wanted:
             back.append((step, h, {e: layer.groups[h][e] for e in wanted}))
             restore(layer, h, wanted, trace.keys, trace.values, *slots)
     return back

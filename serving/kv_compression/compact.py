@@ -127,7 +127,8 @@ def restore(
     slot_k: Floats,
     slot_v: Floats,
 ) -> int:
-    """Bring evicted groups of a head back behind its other rows; returns how many rows came.
+    """Bring evicted groups of a head back behind its other rows; returns how many rows came. The
+    blocks they fill are read at each step until ``advance`` has summarised them.
 
     keys [Hk, T, dk], values [Hk, T, dv]: the host copy, by absolute position. Raises ValueError,
     and changes nothing, when the slot is too small.
@@ -143,7 +144,7 @@ def restore(
     for e in groups:
         layer.groups[head][e] = np.zeros(0, np.int64)
         layer.stats[head, layer.blocks + e, 0] = 0
-    advance(layer, head, slot_k, slot_v)
+    layer.stats[head, layer.summarised[head] : end // BLOCK] = BLOCK, np.inf
     return len(rows)
 
 
@@ -156,7 +157,8 @@ def release(
 ) -> None:
     """Let restored groups {e: its positions} of a head go again; later rows of the slot move up.
 
-    Raises ValueError when a group was not restored or a row is not in the slot.
+    Raises ValueError when a group was not restored or a row is not in the slot; else as
+    ``restore``.
     """
     if any(len(layer.groups[head][e]) for e in groups):
         raise ValueError("only groups that were restored can go")
@@ -179,7 +181,7 @@ def release(
         layer.stats[head, layer.blocks + e, 0] = len(group)
     layer.stats[head, stay // BLOCK : layer.blocks] = 0
     layer.summarised[head] = min(layer.summarised[head], stay // BLOCK)
-    advance(layer, head, slot_k, slot_v)
+    layer.stats[head, layer.summarised[head] : len(layer.positions[head]) // BLOCK] = BLOCK, np.inf
 
 
 def advance(layer: CompactLayer, head: int, slot_k: Floats, slot_v: Floats) -> None:
