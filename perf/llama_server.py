@@ -8,6 +8,7 @@ here is at llama.cpp's default.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -28,6 +29,7 @@ def main(model: str, context: str, threads: str, checkpoint_step: str = "") -> N
     server = xllamacpp.Server(params)
     print(f"address {server.listening_address}", flush=True)
     sys.stdin.read()
+    os._exit(0)  # the server's own threads would keep the process
 
 
 if __name__ == "__main__":

@@ -294,12 +294,13 @@ def main(
     options = Options(
         model, bundle, lengths, others, repeats, ratio, tail, threads, with_pairs, checkpoint_step
     )
-    found = {"threads": threads}
+    found: dict[str, Any] = {"threads": threads}
+    parts = {"hits": (run_tiny, lengths), "peers": (run_peers, others)}
     with Progress(console=console, transient=True) as progress:
-        found["hits"] = run_tiny(options, progress) if lengths else None
-        found["peers"] = run_peers(options, progress) if others else None
-    if json_path:
-        json_path.write_text(json.dumps(found, indent=1))
+        for name, (run, wanted) in parts.items():
+            found[name] = run(options, progress) if wanted else None
+            if json_path:
+                json_path.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
