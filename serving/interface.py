@@ -77,7 +77,7 @@ OUTPUTS = (
     Tensor("miss_reason", "STRING"),
     Tensor("kv_kept", "FP32"),
     Tensor("kv_error", "FP32"),
-    Tensor("kv_fetched", "INT64"),
+    Tensor("kv_expansions", "INT64"),
 )
 KNOWN = {t.name: t for t in INPUTS}
 MAX_DEADLINE_MS = 24 * 3600 * 1000

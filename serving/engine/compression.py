@@ -197,6 +197,7 @@ class Compression:
                 failed.append(row)
                 continue
             seq.stream.usage.kv_fetched += 1
+            seq.stream.usage.kv_expansions += 1
         return failed
 
     def _bring_back(self, slots: CompactSlots, view: Compacted, wanted: list[Wanted]) -> bool:
@@ -255,6 +256,7 @@ class Compression:
         seq.slots = target
         target.activate(seq)
         seq.stream.usage.kv_dense += 1
+        seq.stream.usage.kv_expansions += 1
         return True
 
     def forget(self, seq: Sequence) -> None:

@@ -91,7 +91,8 @@ class Usage:
     ``generated_tokens`` counts a final stop token, which is not part of the answer. kv_kept: bytes
     of K/V and summaries after compaction over dense; kv_rows_read of kv_rows_held by its steps,
     kv_all_read head steps that read all of them, kv_fetched steps that brought evicted rows back,
-    kv_dense returns to dense; kv_error: largest bound of an attention output's relative error.
+    kv_dense returns to dense, kv_expansions both; kv_error: largest bound of an attention output's
+    relative error.
     """
 
     prompt_tokens: int = 0
@@ -112,6 +113,7 @@ class Usage:
     kv_all_read: int = 0
     kv_fetched: int = 0
     kv_dense: int = 0
+    kv_expansions: int = 0
     queue_seconds: float = 0.0
     load_seconds: float = 0.0
     first_token_seconds: float = 0.0

@@ -42,6 +42,9 @@ VALUES: dict[str, Any] = {
     "replay_ratio": 0.5,
     "replay_tokens": 2,
     "max_replay_error": 0.1,
+    "kv_compression": "bounded",
+    "kv_budget": 0.5,
+    "kv_epsilon": 0.1,
     "deadline_ms": 30_000,
 }
 
