@@ -23,6 +23,7 @@ from rich.table import Table
 from build.bundles import bundle_of
 from build.lab import Lab, kl
 from build.tasks import Sample, make_samples
+from perf.compress import report_compression
 from perf.gate import report_gate
 from perf.methods import EVERY, Method, all_methods, zero_start
 from serving.engine.bundle import Bundle
@@ -212,6 +213,9 @@ def main(
     tasks: Annotated[str, typer.Option()] = ",".join(TASKS),
     answers: Annotated[int, typer.Option(help="At least, per cell")] = 256,
     gate: Annotated[bool, typer.Option("--gate", help="Judge the error gate instead")] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Judge KV compression instead of replay")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw answers over replayed")] = None,
     quick: Annotated[bool, typer.Option("--quick")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
@@ -225,6 +229,11 @@ def main(
         report_gate(bundles, console, json_path, 4 if quick else 24)
         return
     sizes = [int(n) for n in lengths.split(",")]
+    if compress:
+        report_compression(
+            bundles, sizes, min(answers, 16) if quick else answers, console, json_path
+        )
+        return
     cells = []
     for each in bundles:
         zeros = [zero_start(r) for r in sorted({0.0, *(float(r) for r in ratios.split(",") if r)})]
