@@ -37,6 +37,7 @@ BEYOND = 1024  # how far the continuation that filled the cache goes on
 STEP = 13  # tokens by which each repeat parts ways earlier
 LONG = 16384  # from here on one cold run is enough
 COLD_REPEATS = 3
+PAIRS = 6  # a multiple of the three orders
 Tokens = NDArray[np.int32]
 EXACT_HIT, SPLIT_HIT = "exact hit", "split hit"
 
@@ -236,13 +237,16 @@ def pairs(llm: LLM, length: int) -> tuple[float, float]:
         return np.concatenate([prefix.base[:shared], prefix.suffix(number, shared)])
 
     one, two = prefixes
-    at = iter(range(1, length, STEP))
-    single, same, apart = list[float](), list[float](), list[float]()
-    for _ in range(5):  # interleaved, so that a busy moment hits all of them
-        single.append(together([parted(one, next(at))]))
-        here = next(at)
-        same.append(together([parted(one, here, 0), parted(one, here, 2)]))
-        here = next(at)
-        apart.append(together([parted(one, here), parted(two, here)]))
-    alone = statistics.median(single)
-    return statistics.median(same) / alone, statistics.median(apart) / alone
+    at = iter(range(1, length))  # each hit is shorter than those before: see the module
+    kinds = {
+        "alone": lambda here: [parted(one, here)],
+        "same": lambda here: [parted(one, here, 0), parted(one, here, 2)],
+        "apart": lambda here: [parted(one, here), parted(two, here)],
+    }
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for i in range(PAIRS):  # in turn, so that a busy moment and a shorter tail hit all of them
+        order = [*kinds][i % 3 :] + [*kinds][: i % 3]
+        for name in order:
+            times[name].append(together(kinds[name](next(at))))
+    alone, same, apart = (statistics.median(times[name]) for name in kinds)
+    return same / alone, apart / alone
