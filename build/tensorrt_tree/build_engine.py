@@ -71,7 +71,7 @@ def build(arguments: argparse.Namespace) -> Path:
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, arguments.workspace_gib << 30)
     config.clear_flag(trt.BuilderFlag.TF32)  # what is left in fp32 is so on purpose
     aliased = getattr(trt.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
-    if aliased is not None:  # pools and states are updated in place
+    if aliased is not None and arguments.alias:  # pools and states are updated in place
         config.set_preview_feature(aliased, True)
     cache_file = arguments.timing_cache
     known = cache_file.read_bytes() if cache_file.exists() else b""
@@ -105,6 +105,13 @@ def main() -> None:
     parser.add_argument("--timing-cache", type=Path, default=HERE / "timing.cache")
     parser.add_argument("--workspace-gib", type=int, default=8)
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument(
+        "--no-alias",
+        dest="alias",
+        action="store_false",
+        help="do not tell TensorRT that outputs lie where inputs do (the caller binds them so in "
+        "either case): if it copies pools, which its profile shows, this avoids it",
+    )
     arguments = parser.parse_args()
     if not arguments.plugins.is_file():
         sys.exit(f"{arguments.plugins} is missing: make plugins-tensorrt builds it")

@@ -12,8 +12,10 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,28 @@ ROOT = HERE.parent.parent
 HEADERS = ROOT / ".venv" / "tensorrt"
 OUTPUT = ROOT / "artifacts" / "tensorrt"
 LIBRARY = "libhybrid_tensorrt.so"
+PAGE = 32  # rows of a block of the engine's pool
+LAUNCHED = (
+    "recurrent", "key_decay", "chunk_products", "chunk_inverse", "chunk_states", "chunk_outputs",
+    "append_kv", "paged_attention", "merge_splits",
+)  # fmt: skip
 INCLUDES = ("nvidia/cu13/include", "kernel_lens/include/tensorrt")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
 _QUIET = ("-Wno-deprecated-declarations",)  # of TensorRT's own headers
 
 
 def build(
-    output: Path = OUTPUT,
-    archs: Iterable[int] = ARCHS,
-    wanted: Callable[[Variant], bool] = lambda _: True,
+    output: Path = OUTPUT, archs: Sequence[int] = ARCHS, shapes: Sequence[str] = ("",)
 ) -> Path:
-    """The library's path. Raises ConversionError when headers or compiler are missing or fail."""
+    """The library's path. shapes: only kernels whose name holds one of these.
+
+    Raises ConversionError when headers or compiler are missing or fail.
+    """
     require_headers()
     output.mkdir(parents=True, exist_ok=True)
-    cubins = compile_all(output / "cubins", archs, wanted=wanted)
+    work_of = partial(compile_arch, output / "cubins", tuple(shapes))
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        cubins = [cubin for found in pool.map(work_of, archs) for cubin in found]
     work = output / "objects"
     work.mkdir(exist_ok=True)
     _write(work / "kernels.inc", kernel_table(cubins))
@@ -53,6 +63,19 @@ def build(
     run(["g++", "-shared", "-o", library, *objects, "-ldl", "-Wl,--no-undefined"])
     mark.write_text(stamp)
     return library
+
+
+def launched(variant: Variant) -> bool:
+    """A plugin launches it: others are of the ops' other homes."""
+    fits = variant.constants.get("PAGE", PAGE) == PAGE
+    return fits and variant.kernel.fn.__name__ in LAUNCHED
+
+
+def compile_arch(output: Path, shapes: tuple[str, ...], arch: int) -> list[Cubin]:
+    def wanted(variant: Variant) -> bool:
+        return launched(variant) and any(shape in variant.name for shape in shapes)
+
+    return compile_all(output / str(arch), (arch,), wanted=wanted)
 
 
 def compile_one(source: Path, work: Path) -> Path:
@@ -130,9 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the TensorRT plugin library.")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--archs", type=int, nargs="+", default=ARCHS, help="90: H100, H200")
-    parser.add_argument("--shapes", default="", help="only kernels whose name holds this")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[""], help="only kernels whose name holds one of these"
+    )
     options = parser.parse_args()
-    library = build(options.output, options.archs, lambda v: options.shapes in v.name)
+    library = build(options.output, options.archs, options.shapes)
     print(f"{library}: {library.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -99,7 +99,7 @@ class CompressedSparseAttention final : public Plugin {
         cudaStream_t stream) noexcept override {
         return guarded<int32_t>(-1, kNAME, [&]() -> int32_t {
             require(outputs[1] == inputs[kKEY_POOL] && outputs[2] == inputs[kVALUE_POOL],
-                "the pools are not in place: build with PreviewFeature ALIASED_PLUGIN_IO_10_03");
+                "the pools are not in place: bind each present_ output where its input lies");
             Driver const& driver = Driver::get();
             LayerEvents const events = layerEvents(mLayer);
             if (events.ready) {

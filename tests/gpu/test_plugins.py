@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from engine_configs.errors import ConversionError
-from plugins.aot import Variant
 from plugins.tensorrt import build as plugin_build
 from plugins.tensorrt.build import HEADERS, LIBRARY, OUTPUT, ROOT, build, include_flags
 
@@ -50,10 +49,6 @@ print(json.dumps({
 """
 
 
-def wanted(variant: Variant) -> bool:
-    return any(shape in variant.name for shape in SHAPES)
-
-
 @pytest.fixture(scope="session")
 def library() -> Path:
     """What ``make plugins-tensorrt`` has built from the present sources; else one with the few
@@ -63,7 +58,7 @@ def library() -> Path:
     sources += [*(ROOT / "plugins").rglob("kernel.py")]
     if made.exists() and made.stat().st_mtime > max(f.stat().st_mtime for f in sources):
         return made
-    return build(ROOT / "artifacts" / "tensorrt-few", (90,), wanted)
+    return build(ROOT / "artifacts" / "tensorrt-few", (90,), SHAPES)
 
 
 @pytest.fixture(scope="session")
@@ -191,4 +186,4 @@ def test_it_loads_into_a_real_registry(library: Path) -> None:
 def test_what_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plugin_build, "HEADERS", tmp_path)
     with pytest.raises(ConversionError, match=r"kernel_lens.*is missing.*setup\.sh"):
-        build(tmp_path, (90,), wanted)
+        build(tmp_path, (90,), SHAPES)

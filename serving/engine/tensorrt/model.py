@@ -156,6 +156,8 @@ class _Inputs:
     def _place(self, name: str, value: NDArray[Any]) -> tuple[NDArray[Any], int]:
         place = self._places.get(name)
         if place is None or len(place[0]) < value.size:
+            if place is not None:
+                self._device.free(place[1])
             host = self._device.pinned((max(self._values, value.size),), value.dtype)
             place = self._places[name] = (host, self._device.allocate(host.nbytes))
         return place
