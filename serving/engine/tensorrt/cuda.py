@@ -97,9 +97,6 @@ class CudaDevice:
     def record(self, event: Event, stream: Stream) -> None:
         self._call("cudaEventRecord", event, self._streams[stream])
 
-    def wait(self, event: Event, stream: Stream) -> None:
-        self._call("cudaStreamWaitEvent", self._streams[stream], event, 0)
-
     def synchronize(self, stream: Stream) -> None:
         self._call("cudaStreamSynchronize", self._streams[stream])
 

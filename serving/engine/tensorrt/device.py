@@ -43,10 +43,6 @@ class Device(Protocol):
 
     def record(self, event: Event, stream: Stream) -> None: ...
 
-    def wait(self, event: Event, stream: Stream) -> None:
-        """Later work of the stream starts after the event's last record."""
-        ...
-
     def synchronize(self, stream: Stream) -> None: ...
 
 
