@@ -25,7 +25,7 @@ from engine_configs.errors import (
     RequestError,
 )
 from serving.engine.compact_slots import CompactSlots, can_compress
-from serving.engine.compression import Compression
+from serving.engine.compression import HEADROOM, Compression
 from serving.engine.model import Model, decode_step, prefill_step
 from serving.engine.path import Life, Prefill, RequestPath, Result, Sequence, Wait
 from serving.engine.prefix import Prefixes
@@ -353,7 +353,8 @@ def _compression(
                 fix="Run `make native` and convert again, or set kv_compression to off",
             )
         return None
-    capacities = class_capacities(max(1024, int(longest * config.kv_budget)))
+    kept = int(longest * config.kv_budget * (1 + HEADROOM))
+    capacities = class_capacities(min(longest, kept + 1024))
     share = config.slot_bytes // (4 * len(capacities))
     classes = []
     for capacity in capacities:
