@@ -303,7 +303,8 @@ def main(
     rows, extra = [], {}
     for regime in ("mixed", "peaky", "flat"):
         count = max(traces * (6 if regime == "mixed" else 2) // 10, 6)
-        found, factor, times = study(regime, count, max(count // 3, 3), latency, workers)
+        timed = 0 if quick and regime != "mixed" else latency
+        found, factor, times = study(regime, count, max(count // 3, 3), timed, workers)
         rows += found
         extra[regime] = {"factor": factor, "milliseconds": times}
         if json_path:
@@ -312,7 +313,8 @@ def main(
             json_path.write_text(json.dumps(data, indent=1, default=float))
     console.print(table(rows))
     for regime, more in extra.items():
-        saved = {n: f"{1 - t['ratio']:.0%}" for n, t in more["milliseconds"][OUR_NAME].items()}
+        by_size = more["milliseconds"].get(OUR_NAME, {})
+        saved = {n: f"{1 - t['ratio']:.0%}" for n, t in by_size.items()} or "not measured"
         console.print(f"{regime}: factor {more['factor']:g}, latency saved by length {saved}")
     console.print(
         f"latency: a layer of {KV_HEADS} kv heads and {HEADS} query heads, one thread, fetches and "

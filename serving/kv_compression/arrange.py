@@ -30,6 +30,8 @@ def arrange(
     always, rest = body[pinned[body]], body[~pinned[body]]
     best = np.argsort(-scores[rest], kind="stable")[: -len(always) % BLOCK]
     always, rest = np.concatenate([always, rest[best]]), np.delete(rest, best)
+    if not len(rest):
+        return np.concatenate([always, tail]), len(always), []
     x = features(stats.keys[head, rest], stats.values[head, rest], stats.queries[head])
     label = clusters(x)
     free = max(0, rows - len(always) - len(tail))

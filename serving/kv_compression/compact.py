@@ -71,9 +71,9 @@ def compact(
 
     First those ``pinned`` [Hk, T], which every step reads, and the last ``recent`` positions; then,
     by ``scores`` [Hk, T], whole blocks of similar rows: a block of unlike ones has no summary worth
-    reading. Evicted rows form groups of up to ``group`` similar ones, neighbours of
-    which are merged while there are more than ``max_groups``. The arrays in ``stats`` must
-    not overlap the slot. Raises ValueError when the slot is too small.
+    reading. Evicted rows form groups of up to ``group`` similar ones, neighbours of which are
+    merged while there are more than ``max_groups``. The arrays in ``stats`` must not overlap the
+    slot. Raises ValueError when the slot is too small.
     """
     arranged = [
         arrange(stats, h, scores[h], pinned[h], rows, group, recent, max_groups)
@@ -101,7 +101,7 @@ def compact(
             at = np.stack([groups[e] for e in same])
             _fill(layer, h, blocks + np.array(same), keys[at], values[at])
         advance(layer, h, slot_k, slot_v)
-        if not sound:
+        if not sound and (layer.summarised[h] or groups):
             full = order[: layer.summarised[h] * BLOCK]
             where = np.r_[: layer.summarised[h], blocks + np.arange(len(groups))]
             members = [full[i : i + BLOCK] for i in range(0, len(full), BLOCK)] + groups

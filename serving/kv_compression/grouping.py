@@ -43,7 +43,8 @@ def clusters(x: Floats, most: int = 48, rounds: int = 5) -> Rows:
     centres = part[:1]
     away = ((part - centres[0]) ** 2).sum(1)
     while len(centres) < count:  # k-means++: far rows are likely to start the next
-        chosen = part[np.searchsorted(np.cumsum(away), rng.random() * away.sum())]
+        at = np.searchsorted(np.cumsum(away), rng.random() * away.sum())
+        chosen = part[min(int(at), len(part) - 1)]
         centres = np.concatenate([centres, chosen[None]])
         away = np.minimum(away, ((part - chosen) ** 2).sum(1))
     for _ in range(rounds):

@@ -96,6 +96,25 @@ def test_every_row_is_somewhere_and_the_newest_come_last() -> None:
     assert layer.summary_bytes() == used * entry_bytes(D, D)
 
 
+@pytest.mark.parametrize(("length", "rows"), [(1, 1), (20, 20), (40, 10), (75, 70), (200, 500)])
+def test_short_sequences(length: int, rows: int) -> None:
+    """Shorter than what is recent, than a block, than what may stay."""
+    rng = np.random.default_rng(length)
+    keys, values = rng.standard_normal((2, HK, length, D)).astype(np.float32)
+    history = AttentionHistory(HK, length, 1.0)
+    history.observe(rng.standard_normal((length, HQ, D), np.float32), np.arange(length), keys)
+    stats = history.stats(keys, values, 0)
+    k, v = np.zeros((2, HK, 256, D), np.float32)
+    pinned = np.zeros((HK, length), bool)
+    layer = compact(stats, rng.random((HK, length)), pinned, rows, k, v, recent=RECENT)
+    for h in range(HK):
+        gone = np.concatenate([*layer.groups[h], np.zeros(0, np.int64)])
+        assert sorted([*layer.positions[h], *gone]) == list(range(length))
+        assert len(layer.positions[h]) <= max(rows, RECENT)
+    if rows > length:
+        assert not any(layer.groups[h] for h in range(HK))
+
+
 def test_groups_merge_to_fit() -> None:
     stats, layer, k, v = compacted(max_groups=9)
     assert all(len(g) <= 9 for g in layer.groups)
