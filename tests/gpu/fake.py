@@ -1,5 +1,5 @@
-"""A device made of host memory, and an executor that runs the graph in ONNX Runtime: everything
-but CUDA and TensorRT themselves is the real code."""
+"""A device made of host memory, and an executor that runs the graph on the CPU: everything but
+CUDA and TensorRT themselves is the real code."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 
 from serving.engine.tensorrt.device import Stream
 
 Array = NDArray[Any]
-_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
+_TYPES: dict[int, Any] = {
+    TensorProto.FLOAT: np.float32,
+    TensorProto.FLOAT16: np.float16,
+    TensorProto.BFLOAT16: ml_dtypes.bfloat16,
+    TensorProto.INT32: np.int32,
+    TensorProto.INT64: np.int64,
 }
 
 
@@ -103,13 +108,21 @@ class FakeDevice:
 
 
 class FakeExecutor:
-    """The graph with the plugins' function bodies. Outputs are written where they are bound; those
-    that alias inputs must be bound to the same place."""
+    """The graph with the plugins' function bodies: in ONNX Runtime, or in ONNX's own evaluator
+    where it is bf16, which the former does not know on a CPU. Outputs are written where they are bound;
+    those that alias inputs must be bound to the same place."""
 
     def __init__(self, model: Path, device: FakeDevice) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self._session = ort.InferenceSession(str(model), options)
+        graph = onnx.load(model, load_external_data=False).graph
+        self._inputs = {i.name: _TYPES[i.type.tensor_type.elem_type] for i in graph.input}
+        self._outputs = [o.name for o in graph.output]
+        self._model: Any
+        if ml_dtypes.bfloat16 in self._inputs.values():
+            self._model = ReferenceEvaluator(str(model))
+        else:
+            options = ort.SessionOptions()
+            options.intra_op_num_threads, options.log_severity_level = 1, 3
+            self._model = ort.InferenceSession(str(model), options)
         self._device = device
         self.runs: list[int] = []
         self.waited: list[int] = []
@@ -127,12 +140,13 @@ class FakeExecutor:
                 self.waited.append(layer)
                 self._device.wait(event)
         inputs = {
-            i.name: _array(addresses[i.name], shapes[i.name], _TYPES[i.type]).copy()
-            for i in self._session.get_inputs()
+            name: _array(addresses[name], shapes[name], dtype).copy()
+            for name, dtype in self._inputs.items()
         }
         assert set(shapes) == set(inputs)
-        names = [o.name for o in self._session.get_outputs()]
-        for name, value in zip(names, self._session.run(names, inputs), strict=True):
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = self._model.run(self._outputs, inputs)
+        for name, value in zip(self._outputs, found, strict=True):
             if "_pool_" in name:
                 assert addresses[name] == addresses[name.removeprefix("present_")]
             _array(addresses[name], value.shape, value.dtype)[...] = value
