@@ -109,8 +109,10 @@ class FakeDevice:
 
 class FakeExecutor:
     """The graph with the plugins' function bodies: in ONNX Runtime, or in ONNX's own evaluator
-    where it is bf16, which the former does not know on a CPU. Outputs are written where they are bound;
-    those that alias inputs must be bound to the same place."""
+    where it is bf16, which the former does not know on a CPU.
+
+    Outputs are written where they are bound; those that alias inputs must be bound to their place.
+    """
 
     def __init__(self, model: Path, device: FakeDevice) -> None:
         graph = onnx.load(model, load_external_data=False).graph
