@@ -41,6 +41,7 @@ struct Entries {
 // What is known of the entries, [stride] each and, by query head, [G, stride].
 struct Estimates {
   const float *rows, *value_spread;  // the entries' stats; 0 for padding
+  float *open, *square;              // 1: not read, nor asked for; |mean_v|^2
   float *mean, *width;               // mean score; its variance (sound: half its range)
   float *mass, *gap, *high;  // estimated mass; its variance (sound: half its range, its upper end)
   float *away, *error;       // |mean_v - o|^2; expected error
@@ -56,7 +57,7 @@ struct AttentionKernels {
   // o [G, dv], divided by the weight.
   void (*finish)(const Heads&, Partial, float* o);
 
-  // Fills mean and width. q2 [G, stride]: q squared (sound: its absolute value).
+  // Fills square, mean and width. q2 [G, stride]: q squared (sound: its absolute value).
   void (*score_entries)(const Heads&, const float* q2, Entries, bool sound, Estimates);
   // Head g's mass, gap and high, as e^(x - top); returns the sum of mass, and that of its lower
   // ends in *low.
@@ -65,10 +66,11 @@ struct AttentionKernels {
   float (*highest)(int64_t g, Entries, bool sound, Estimates);
   // o [G, stride] = sum of mass * mean_v.
   void (*gather_entries)(const Heads&, Entries, Estimates, float* o);
-  // Fills away for o [G, stride].
-  void (*distances)(const Heads&, const float* o, Entries, Estimates);
+  // Fills away for o [G, stride], and size [G] = |o|^2.
+  void (*distances)(const Heads&, const float* o, Entries, Estimates, float* size);
   // Head g's error: by 1 / (total |o|), total the mass of everything (sound: its lower end).
-  void (*errors)(int64_t g, float over, Entries, bool sound, Estimates);
+  // Returns the sum over open entries.
+  float (*errors)(int64_t g, float over, Entries, bool sound, Estimates);
 
   // The entry and the stats of one group of rows.
   void (*summarise)(Rows, int64_t dk, int64_t dv, bool sound, uint16_t* entry, float* stats);

@@ -7,6 +7,7 @@ namespace hybrid::FORM {
 namespace {
 
 constexpr float kNone = -1e30f;  // below any score
+constexpr int64_t kTile = kLanes;  // rows at a time: few, so that what comes next is fetched in time
 
 #if LANES == 16
 inline __m256 half(Vec x) {
@@ -29,8 +30,11 @@ inline __m256 sums_of_8(const Vec* x) {
 // Memory that will be wanted next, fetched in step with the work on what is at hand.
 struct Ahead {
   const float *at, *end;
-  inline void lines(int64_t n) {
-    for (int64_t i = 0; i < n && at < end; ++i, at += 16) __builtin_prefetch(at);
+  template <int n>
+  inline void lines() {
+    if (at >= end) return;
+    for (int i = 0; i < n; ++i) __builtin_prefetch(at + i * 16);
+    at += n * 16;
   }
 };
 
@@ -41,31 +45,36 @@ struct Product {
 struct ProductOfSquare {
   static Vec add(Vec sum, Vec query, Vec key) { return sum + query * (key * key); }
 };
-struct SquaredDistance {
-  static Vec add(Vec sum, Vec query, Vec key) { return sum + (query - key) * (query - key); }
-};
 
 // out[j * out_stride + r] for R rows of d channels and Q queries, R * Q = 8.
 template <int R, int Q, class Term, class T>
 inline void tile(const float* q, int64_t stride, const T* const* row, int64_t d, float* out,
                  int64_t out_stride, Ahead& ahead) {
   Vec sum[8] = {};
-  const auto step = [&](int64_t i, auto load_key) {
+  const auto step = [&](int64_t i, auto load_key) __attribute__((always_inline)) {
     Vec key[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) key[r] = load_key(row[r] + i);
+    if (Q > 1) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) keep(key[r]);
+    }
+#pragma GCC unroll 8
     for (int j = 0; j < Q; ++j) {
       const Vec query = load(q + j * stride + i);
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sum[j * R + r] = Term::add(sum[j * R + r], query, key[r]);
     }
   };
   int64_t i = 0;
   for (; i + kLanes <= d; i += kLanes) {
     step(i, [](const T* p) { return load(p); });
-    ahead.lines(R * kLanes / 16);
+    ahead.lines<R * kLanes / 16>();
   }
   if (i < d) step(i, [n = d - i](const T* p) { return load_part(p, n); });
   alignas(32) float sums[8];
   _mm256_store_ps(sums, sums_of_8(sum));
+#pragma GCC unroll 8
   for (int j = 0; j < Q; ++j) memcpy(out + j * out_stride, sums + j * R, R * sizeof(float));
 }
 
@@ -83,15 +92,15 @@ inline void eight_rows(const float* q, int64_t G, int64_t stride, const T* const
   if (g < G) tile<8, 1, Term>(q + g * stride, stride, row, d, out + g * out_stride, out_stride, ahead);
 }
 
-// scores [G, kBlock] of up to kBlock rows; those beyond the last are kNone.
+// scores [G, kTile] of up to kTile rows; those beyond the last are kNone.
 inline void score(const Heads& h, const float* k, int64_t rows, float* scores, Ahead ahead) {
   const float* row[8];
   for (int64_t r0 = 0; r0 < rows; r0 += 8) {
     for (int64_t r = 0; r < 8; ++r) row[r] = k + (r0 + r < rows ? r0 + r : rows - 1) * h.dk;
-    eight_rows<Product>(h.q, h.G, h.stride, row, h.dk, scores + r0, kBlock, ahead);
+    eight_rows<Product>(h.q, h.G, h.stride, row, h.dk, scores + r0, kTile, ahead);
   }
   for (int64_t g = 0; g < h.G; ++g) {
-    for (int64_t r = rows; r < kBlock; ++r) scores[g * kBlock + r] = kNone;
+    for (int64_t r = rows; r < kTile; ++r) scores[g * kTile + r] = kNone;
   }
 }
 
@@ -104,9 +113,9 @@ inline float exp_of(float x) { return exp(splat(x))[0]; }
 // Scores become weights e^(s - max); what was summed under a smaller maximum is brought to it.
 inline void weigh(const Heads& h, float* scores, Partial part) {
   for (int64_t g = 0; g < h.G; ++g) {
-    float* s = scores + g * kBlock;
+    float* s = scores + g * kTile;
     Vec best = load(s);
-    for (int64_t i = kLanes; i < kBlock; i += kLanes) best = max(best, load(s + i));
+    for (int64_t i = kLanes; i < kTile; i += kLanes) best = max(best, load(s + i));
     const float top = largest_of(best);
     if (top > part.max[g]) {
       const float shrink = exp_of(part.max[g] - top);
@@ -115,7 +124,7 @@ inline void weigh(const Heads& h, float* scores, Partial part) {
       scale(part.o + g * h.stride, h.stride, shrink);
     }
     Vec sum = {};
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
+    for (int64_t i = 0; i < kTile; i += kLanes) {
       const Vec p = exp(load(s + i) - splat(part.max[g]));
       store(s + i, p);
       sum += p;
@@ -127,42 +136,53 @@ inline void weigh(const Heads& h, float* scores, Partial part) {
 // o_j += sum_r p[j, r] row_r over W vectors of Q queries. `row(r)` is where the vectors start.
 template <int Q, int W, class Row, class Load, class Store>
 inline void gather_tile(const float* p, int64_t p_stride, Row row, int64_t rows, float* o,
-                        int64_t stride, Ahead& ahead, int64_t lines, Load load_v, Store store_o) {
+                        int64_t stride, Ahead& ahead, Load load_v, Store store_o) {
   Vec sum[Q][W];
+#pragma GCC unroll 8
   for (int j = 0; j < Q; ++j) {
+#pragma GCC unroll 8
     for (int w = 0; w < W; ++w) sum[j][w] = load(o + j * stride + w * kLanes);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const auto* v = row(r);
     Vec value[W];
+#pragma GCC unroll 8
     for (int w = 0; w < W; ++w) value[w] = load_v(v + w * kLanes);
+    if (Q > 1) {
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w) keep(value[w]);
+    }
+#pragma GCC unroll 8
     for (int j = 0; j < Q; ++j) {
       const Vec weight = splat(p[j * p_stride + r]);
+#pragma GCC unroll 8
       for (int w = 0; w < W; ++w) sum[j][w] += weight * value[w];
     }
-    ahead.lines(lines);
+    ahead.lines<4 / Q>();
   }
+#pragma GCC unroll 8
   for (int j = 0; j < Q; ++j) {
+#pragma GCC unroll 8
     for (int w = 0; w < W; ++w) store_o(o + j * stride + w * kLanes, sum[j][w]);
   }
 }
 
 template <int Q, int W, class Row>
 inline void gather_heads(const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
-                         float* o, int64_t stride, Ahead& ahead, int64_t lines) {
+                         float* o, int64_t stride, Ahead& ahead) {
   const auto whole = [](const auto* x) { return load(x); };
   const auto put = [](float* x, Vec y) { store(x, y); };
   int64_t i = 0;
   const auto from = [&](int64_t r) { return row(r) + i; };
   for (; i + W * kLanes <= d; i += W * kLanes) {
-    gather_tile<Q, W>(p, p_stride, from, rows, o + i, stride, ahead, lines, whole, put);
+    gather_tile<Q, W>(p, p_stride, from, rows, o + i, stride, ahead, whole, put);
   }
   for (; i + kLanes <= d; i += kLanes) {
-    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, lines, whole, put);
+    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, whole, put);
   }
   if (i < d) {
     const auto part = [n = d - i](const auto* x) { return load_part(x, n); };
-    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, lines, part, put);
+    gather_tile<Q, 1>(p, p_stride, from, rows, o + i, stride, ahead, part, put);
   }
 }
 
@@ -170,14 +190,12 @@ inline void gather_heads(const float* p, int64_t p_stride, Row row, int64_t rows
 template <class Row>
 inline void gather(int64_t G, const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
                    float* o, int64_t stride, Ahead ahead) {
-  const int64_t turns = rows * ((G + 1) / 2) * ((d + 31) / 32);
-  const int64_t lines = (ahead.end - ahead.at) / 16 / turns + 1;
   int64_t g = 0;
   for (; g + 2 <= G; g += 2) {
-    gather_heads<2, 4>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead, lines);
+    gather_heads<2, 4>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead);
   }
   if (g < G) {
-    gather_heads<1, 8>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead, lines);
+    gather_heads<1, 8>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead);
   }
 }
 
@@ -188,17 +206,24 @@ void clear(const Heads& h, Partial part) {
 }
 
 void attend(const Heads& h, Rows rows, const int32_t* ids, int64_t count, Partial part) {
-  alignas(64) float scores[kMaxGroup * kBlock];
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t first = (ids ? ids[i] : i) * kBlock;
-    const int64_t n = rows.count - first < kBlock ? rows.count - first : kBlock;
-    const float *k = rows.k + first * h.dk, *v = rows.v + first * h.dv;
-    const int64_t next = i + 1 < count ? (ids ? ids[i + 1] : i + 1) * kBlock : first;
-    const float* next_k = rows.k + next * h.dk;
-    score(h, k, n, scores, {v, v + n * h.dv});
+  alignas(64) float scores[kMaxGroup * kTile];
+  constexpr int64_t kTiles = kBlock / kTile;  // of a block
+  const auto first_row = [&](int64_t tile) {
+    tile = tile < count * kTiles ? tile : count * kTiles - 1;
+    const int64_t block = tile / kTiles;
+    return (ids ? ids[block] : block) * kBlock + tile % kTiles * kTile;
+  };
+  for (int64_t tile = 0; tile < count * kTiles; ++tile) {
+    const int64_t first = first_row(tile), left = rows.count - first;
+    if (left <= 0) continue;
+    const int64_t n = left < kTile ? left : kTile;
+    const float* v = rows.v + first * h.dv;
+    const float* next_v = rows.v + first_row(tile + 2) * h.dv;  // far enough for memory's delay
+    const float* next_k = rows.k + first_row(tile + 3) * h.dk;
+    score(h, rows.k + first * h.dk, n, scores, {next_v, next_v + kTile * h.dv});
     weigh(h, scores, part);
-    gather(h.G, scores, kBlock, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
-           {next_k, next == first ? next_k : next_k + kBlock * h.dk});
+    gather(h.G, scores, kTile, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
+           {next_k, next_k + kTile * h.dk});
   }
 }
 
@@ -251,6 +276,12 @@ void score_entries(const Heads& h, const float* q2, Entries e, bool sound, Estim
       eight_rows<ProductOfSquare>(q2, h.G, h.stride, spread, h.dk, x.width + i, e.stride, none);
     }
   });
+  for (int64_t i = 0; i < e.count; ++i) {
+    const uint16_t* mean_v = e.entry + e.ids[i] * (2 * h.dk + h.dv) + 2 * h.dk;
+    Vec sum = {};
+    for_vectors(h.dv, mean_v, [&](int64_t, Vec v) { sum += v * v; });
+    x.square[i] = sum_of(sum);
+  }
   for (int64_t g = 0; g < h.G; ++g) {
     float *mean = x.mean + g * e.stride, *width = x.width + g * e.stride;
     for (int64_t i = e.count; i < e.stride; ++i) mean[i] = kNone, width[i] = 0;
@@ -313,15 +344,27 @@ void gather_entries(const Heads& h, Entries e, Estimates x, float* o) {
   }
 }
 
-void distances(const Heads& h, const float* o, Entries e, Estimates x) {
+void distances(const Heads& h, const float* o, Entries e, Estimates x, float* size) {
   Ahead none{nullptr, nullptr};
   for_entries(h, e, 2 * h.dk, [&](int64_t i, const uint16_t* const* row) {
-    eight_rows<SquaredDistance>(o, h.G, h.stride, row, h.dv, x.away + i, e.stride, none);
+    eight_rows<Product>(o, h.G, h.stride, row, h.dv, x.away + i, e.stride, none);
   });
+  for (int64_t g = 0; g < h.G; ++g) {
+    float* away = x.away + g * e.stride;
+    const float* og = o + g * h.stride;
+    Vec sum = {};
+    for (int64_t i = 0; i < h.stride; i += kLanes) sum += load(og + i) * load(og + i);
+    size[g] = sum_of(sum);
+    for (int64_t i = 0; i < e.count; i += kLanes) {
+      const Vec d = load(x.square + i) + splat(size[g]) - splat(2.0f) * load(away + i);
+      store(away + i, max(d, Vec{}));
+    }
+  }
 }
 
-void errors(int64_t g, float over, Entries e, bool sound, Estimates x) {
+float errors(int64_t g, float over, Entries e, bool sound, Estimates x) {
   const int64_t at = g * e.stride;
+  Vec sum = {};
   for (int64_t i = 0; i < e.count; i += kLanes) {
     const Vec gap = load(x.gap + at + i), away = load(x.away + at + i);
     const Vec spread = load(x.value_spread + i);
@@ -332,7 +375,10 @@ void errors(int64_t g, float over, Entries e, bool sound, Estimates x) {
       error = gap * (splat(over) * splat(over)) * (spread * spread + away);
     }
     store(x.error + at + i, error);
+    // Padding lies past the end, where nothing is open.
+    sum += select(load(x.open + i) > Vec{}, error, Vec{});
   }
+  return sum_of(sum);
 }
 
 inline float of_half(uint16_t x) { return _cvtsh_ss(x); }

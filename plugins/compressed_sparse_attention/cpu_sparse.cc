@@ -63,18 +63,19 @@ class Search {
     const int64_t n = (ids_.size() + kBlock - 1) / kBlock * kBlock, G = h_.G;
     stride_ = n;
     thread_local std::vector<float> memory;
-    const size_t size = n * (2 + 7 * G) + G * (4 * h_.stride + 5);
+    const size_t size = n * (4 + 7 * G) + G * (4 * h_.stride + 7);
     if (memory.size() < size) memory.resize(size);
     float* at = memory.data();
     const auto take = [&](int64_t count) { return std::exchange(at, at + count); };
-    float *rows = take(n), *value_spread = take(n);
+    float *rows = take(n), *value_spread = take(n), *open = take(n);
     for (int64_t i = 0; i < n; ++i) {
       const bool real = i < static_cast<int64_t>(ids_.size());
       rows[i] = real ? step_.stats[2 * ids_[i]] : 0;
       value_spread[i] = real ? step_.stats[2 * ids_[i] + 1] : 0;
+      open[i] = real;
     }
-    x_ = {rows,         value_spread, take(n * G), take(n * G), take(n * G),
-          take(n * G),  take(n * G),  take(n * G), take(n * G)};
+    x_ = {rows,        value_spread, open,        take(n),     take(n * G), take(n * G),
+          take(n * G), take(n * G),  take(n * G), take(n * G), take(n * G)};
     q2_ = take(G * h_.stride);
     for (int64_t i = 0; i < G * h_.stride; ++i) {
       q2_[i] = sound_ ? std::fabs(h_.q[i]) : h_.q[i] * h_.q[i];
@@ -83,7 +84,8 @@ class Search {
     estimate_ = take(G * h_.stride);
     std::fill_n(estimate_, G * h_.stride, 0.0f);  // where there is nothing to estimate
     o_ = take(G * h_.stride);
-    top_ = take(G), total_ = take(G), low_ = take(G);
+    top_ = take(G), total_ = take(G), low_ = take(G), size_ = take(G), open_error_ = take(G);
+    std::fill_n(open_error_, G, 0.0f);
     state_.assign(ids_.size(), kUnread);
     std::memset(answer_.chosen, 0, step_.S);
   }
@@ -120,13 +122,11 @@ class Search {
       }
     }
     if (ids_.empty()) return;
-    kernels_.distances(h_, o_, entries(), x_);
+    kernels_.distances(h_, o_, entries(), x_, size_);
     for (int64_t g = 0; g < h_.G; ++g) {
-      double square = 0;
-      for (int64_t i = g * h_.stride; i < (g + 1) * h_.stride; ++i) square += double(o_[i]) * o_[i];
       const float mass = sound_ ? low_[g] : total_[g];
-      const float size = std::max<float>(std::sqrt(square) * mass, 1e-30f);
-      kernels_.errors(g, 1 / size, entries(), sound_, x_);
+      const float size = std::max(std::sqrt(size_[g]) * mass, 1e-30f);
+      open_error_[g] = kernels_.errors(g, 1 / size, entries(), sound_, x_);
     }
   }
 
@@ -134,21 +134,19 @@ class Search {
   std::vector<int32_t> choose(bool all) {
     broken_ = false;
     for (int64_t g = 0; g < h_.G; ++g) {
-      const float* e = x_.error + g * stride_;
-      double sum = 0;
-      for (size_t i = 0; i < ids_.size(); ++i) {
-        if (state_[i] == kUnread || state_[i] == kWanted) sum += e[i];
-      }
-      if (sum <= limit_) continue;
+      if (open_error_[g] <= limit_) continue;
       broken_ = true;
+      const float* e = x_.error + g * stride_;
       const float least = all ? 0.0f : threshold(e);
       for (size_t i = 0; i < ids_.size(); ++i) {
-        if (state_[i] == kUnread && (all || !(e[i] < least))) state_[i] = kWanted;
+        if (x_.open[i] && (all || !(e[i] < least))) state_[i] = kWanted;
       }
     }
+    if (!broken_) return {};
     std::vector<int32_t> blocks;
     for (size_t i = 0; i < ids_.size(); ++i) {
       if (state_[i] != kWanted) continue;
+      x_.open[i] = 0;
       if (ids_[i] < blocks_) {
         state_[i] = kRead;
         blocks.push_back(ids_[i]);
@@ -167,23 +165,22 @@ class Search {
   // The largest t for which the open entries with e < t are within the limit together. A histogram
   // over the floats' exponents finds the few entries that have to be sorted.
   float threshold(const float* e) {
-    constexpr int kShift = 20, kBins = 2048;  // eight bins per power of two
+    constexpr int kShift = 22, kBins = 512;  // two bins per power of two
     double bin[kBins] = {};
     const auto bin_of = [](float x) {
       uint32_t bits;
       std::memcpy(&bits, &x, sizeof(bits));
       return (bits & 0x7fffffff) >> kShift;
     };
-    const auto open = [&](size_t i) { return state_[i] == kUnread || state_[i] == kWanted; };
     for (size_t i = 0; i < ids_.size(); ++i) {
-      if (open(i)) bin[bin_of(e[i])] += e[i];
+      if (x_.open[i]) bin[bin_of(e[i])] += e[i];
     }
     double sum = 0;
     uint32_t edge = 0;
     while (edge < kBins && sum + bin[edge] <= limit_) sum += bin[edge++];
     sorted_.clear();
     for (size_t i = 0; i < ids_.size(); ++i) {
-      if (open(i) && bin_of(e[i]) == edge) sorted_.push_back(e[i]);
+      if (x_.open[i] && bin_of(e[i]) == edge) sorted_.push_back(e[i]);
     }
     std::sort(sorted_.begin(), sorted_.end());
     for (const float x : sorted_) {
@@ -223,6 +220,7 @@ class Search {
   Estimates x_{};
   Partial read_part_{};
   float *q2_ = nullptr, *estimate_ = nullptr, *o_ = nullptr;
+  float *size_ = nullptr, *open_error_ = nullptr;  // by head: |o|^2; error of open entries
   float *top_ = nullptr, *total_ = nullptr, *low_ = nullptr;  // top: e^(max read - max)
 };
 

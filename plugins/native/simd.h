@@ -17,7 +17,18 @@ typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), m
 
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // x + 0 would be computed: x may be -0
+
+// Keeps x in a register: the compiler would read memory again for every use.
+inline void keep(Vec& x) {
+#if LANES == 8
+  asm("" : "+x"(x));
+#elif defined(__AVX512F__)
+  asm("" : "+v"(x));
+#else
+  (void)x;
+#endif
+}
 
 // The first n < kLanes values, zeros after them; memory beyond is not touched.
 inline Vec load_part(const float* p, int64_t n) {
@@ -71,6 +82,14 @@ inline void for_vectors(int64_t n, F f) {
     f(i, [rest](const float* p) { return load_part(p, rest); },
       [rest](float* p, Vec x) { store_part(p, x, rest); });
   }
+}
+
+// f(offset, x) over n values at p, a vector at a time, the last one filled up with zeros.
+template <class T, class F>
+inline void for_vectors(int64_t n, const T* p, F f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, load(p + i));
+  if (i < n) f(i, load_part(p + i, n - i));
 }
 
 inline Vec select(IntVec mask, Vec a, Vec b) { return mask ? a : b; }
