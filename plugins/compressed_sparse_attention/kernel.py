@@ -234,7 +234,7 @@ def attend(
     return o, lse
 
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 PAGES = (32, 64)
 
 
@@ -263,3 +263,25 @@ def variants() -> Iterator[Variant]:
                         num_warps=warps,
                         num_stages=stages,
                     )
+                yield from _split_variants(dtype, kinds, D, BD, page)
+
+
+def _split_variants(
+    dtype: str, kinds: dict[str, str], D: int, BD: int, page: int
+) -> Iterator[Variant]:
+    """`attend` for few queries: parts of the rows in fp32, and adding them up."""
+    values = {"D": D, "BD": BD, "PAGE": page, "BQ": FEW, "BN": 64 if BD < 256 else 32}
+    parts = {"o": "*fp32", "parts": "*fp32", "part_lse": "*fp32"}
+    for kernel, types, constants, stages in (
+        (paged_attention, kinds | parts, values, 2),
+        (merge_splits, kinds | parts | {"o": f"*{dtype}"}, values | {"BS": MAX_SPLITS}, 3),
+    ):
+        yield Variant(
+            op="compressed_sparse_attention",
+            kernel=kernel,
+            name=f"{kernel.fn.__name__}_few_{D}_page{page}_{dtype}",
+            types={n: types.get(n, "i32") for n in kernel.arg_names if n not in constants},
+            constants={n: constants[n] for n in kernel.arg_names if n in constants},
+            num_warps=4,
+            num_stages=stages,
+        )

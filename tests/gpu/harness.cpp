@@ -291,12 +291,12 @@ void checkLinear(IPluginCreatorV3One* creator) {
     checkMessage("refused: unknown", !make(creator, fields), "unknown attribute colour");
 }
 
-Tensors attentionTensors(DataType half, int64_t d) {
+Tensors attentionTensors(DataType half, int64_t d, int64_t T = 64, int64_t blocks = 12) {
     auto const integers = DataType::kINT32;
-    int64_t const B = 2, T = 64, page = 32;
+    int64_t const B = 2, page = 32;
     return {tensor(half, {B, T, 8 * d}), tensor(half, {B, T, 2 * d}), tensor(half, {B, T, 2 * d}),
         tensor(half, {100, page, 2, d}), tensor(half, {100, page, 2, d}),
-        tensor(integers, {B, 12}), tensor(integers, {B}), tensor(integers, {1})};
+        tensor(integers, {B, blocks}), tensor(integers, {B}), tensor(integers, {1})};
 }
 
 void launchAttention(IPluginCreatorV3One* creator, void (*events)(int32_t, void*, void*)) {
@@ -306,6 +306,9 @@ void launchAttention(IPluginCreatorV3One* creator, void (*events)(int32_t, void*
     events(layer, reinterpret_cast<void*>(0xa), reinterpret_cast<void*>(0xb));
     std::printf("returned %d\n", enqueue(plugin, attentionTensors(DataType::kBF16, 128), 3));
     events(layer, nullptr, nullptr);
+    auto const decode = attentionTensors(DataType::kBF16, 128, 1, 64);
+    std::printf("enqueue decode\n");
+    std::printf("returned %d\n", enqueue(plugin, decode, 3));
     std::printf("enqueue attention without events\n");
     std::printf("returned %d\n", enqueue(plugin, attentionTensors(DataType::kBF16, 128), 3));
 }
@@ -326,6 +329,12 @@ void checkAttention(IPluginCreatorV3One* creator) {
     check("attention: a compiled shape is taken", configure(plugin, good) == 0);
     check("attention: and at run time", changeShape(plugin, good) == 0);
     checkNoDriver("attention", plugin, good, 3);
+    // Eight parts of 2048 rows for two tokens of eight heads: answers and sums in fp32, then sums.
+    size_t const answers = 2 * 8, parts = 8 * answers * (128 + 1) * 4;
+    check("attention: decode over long tables takes workspace",
+        workspace(plugin, attentionTensors(DataType::kBF16, 128, 1, 64)) == parts + answers * 4);
+    check("attention: over short ones none",
+        workspace(plugin, attentionTensors(DataType::kBF16, 128, 1, 4)) == 0);
     checkMessage("attention: a head size without kernel",
         configure(plugin, attentionTensors(DataType::kBF16, 40)) != 0, "=40");
     auto wrong = good;

@@ -161,6 +161,13 @@ def test_launches(library: Path, harness: Path, driver: Path) -> None:
     assert text.index("wait 0xa") < text.index("append_kv") < text.index("record 0xb")
     assert "wait" not in asked["attention without events"]
 
+    append, attend, merge = calls["decode"]  # two tokens over 2048 rows
+    assert (append[1], attend[1], merge[1]) == ("append_kv", "paged_attention", "merge_splits")
+    assert attend[3:6] == ["1", "4", "8"]  # sequences x K/V heads, parts of 256 rows
+    assert merge[3] == "16"  # sequences x query heads
+    lse = 8 * 2 * 8 * 128 * 4
+    assert merge[8:12] == ["800000", f"{0x800000 + lse:x}", "100000", f"{0x800000 + lse + 512:x}"]
+
 
 def test_a_device_without_kernels_is_told_how_to_get_them(
     library: Path, harness: Path, driver: Path
