@@ -27,6 +27,7 @@ GROUP = 64
 # Blocks at the end of a slot that are read anyhow and have no summary yet.
 RECENT = 2
 Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
 
 
 def can_compress(mixer: AttentionMixer) -> bool:
@@ -103,15 +104,11 @@ class CompactSlots(SlotClass):
         for rows in self.counts.values():
             rows[:count] += by
 
-    def room(self, row: int, i: int) -> NDArray[np.int32]:
-        """[Hk]: K/V rows that still fit."""
-        return np.asarray(self.capacity - self.counts[f"kv_rows_{i}"][row], np.int32)
-
     def bring_back(
         self, row: int, i: int, head: int, entries: list[int], keys: Floats, values: Floats
-    ) -> None:
+    ) -> int:
         """Put evicted rows (keys [n, dk], values [n, dv]) behind the others of a head; their
-        summaries at ``entries`` go, the blocks they fill are summarised."""
+        summaries at ``entries`` go, the blocks they fill are summarised. Returns where they are."""
         counts, stats = self.counts[f"kv_rows_{i}"][row], self.summaries[f"stats_{i}"][row, head]
         k, v = (a[head] for a in self.layer(row, i))
         start, end = int(counts[head]), int(counts[head]) + len(keys)
@@ -126,3 +123,24 @@ class CompactSlots(SlotClass):
             made, figures = summarise(*parts, sound=bool(self.factor[row] == 0))
             self.summaries[f"summaries_{i}"][row, head, first:full] = made
             stats[first:full] = figures
+        return start
+
+    def evict(self, row: int, i: int, head: int, blocks: Rows, entries: Rows) -> Rows:
+        """Take whole blocks out of a head's slot: what follows moves up, their summaries go to the
+        evicted ``entries``. Returns the old slot rows that are left, in their new order."""
+        counts = self.counts[f"kv_rows_{i}"][row]
+        count, full = int(counts[head]), int(counts[head]) // BLOCK
+        gone = np.zeros(full, bool)
+        gone[blocks] = True
+        stay = np.flatnonzero(~gone)
+        rows = np.concatenate(
+            [(stay[:, None] * BLOCK + np.arange(BLOCK)).ravel(), np.arange(full * BLOCK, count)]
+        )
+        for array in self.layer(row, i):
+            array[head, : len(rows)] = array[head, rows]
+        for name in ("summaries", "stats"):
+            held = self.summaries[f"{name}_{i}"][row, head]
+            held[self.blocks + entries] = held[blocks]
+            held[: len(stay)] = held[stay]
+        counts[head] = len(rows)
+        return np.asarray(rows)

@@ -7,18 +7,19 @@ come back, and what the next request with the same prefix hits in full.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_configs.spec import HybridSpec
-from serving.engine.compact_slots import GROUP, CompactSlots
+from plugins.compressed_sparse_attention.ref import BLOCK
+from serving.engine.compact_slots import GROUP, RECENT, CompactSlots
 from serving.engine.requests import Request
 from serving.engine.slots import SlotClass
 from serving.kv_compression.bounds import rows_within
-from serving.kv_compression.compact import compact
+from serving.kv_compression.compact import CompactLayer, compact
 from serving.kv_compression.config import CompressionConfig
 from serving.kv_compression.history import AttentionHistory
 from serving.kv_compression.retention import ReasoningAware, outstanding
@@ -63,15 +64,27 @@ class Watch:
 
 
 @dataclass(eq=False)
+class CompactHeads:
+    """rows: slot rows a head is meant to keep; groups[h][e]: positions of an evicted group, empty
+    where it is back; positions [Hk, C]: of slot rows, -1 for tokens made since; own: slot rows [Hk]
+    of each of these; read [Hk, C / 32]: the last step that read a slot block."""
+
+    rows: int
+    groups: list[list[Positions]]
+    positions: Positions
+    read: NDArray[np.int32]
+    own: list[NDArray[np.int32]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Compacted:
-    """A compacted sequence. match: its prompt of ``length`` tokens, pinned; groups[i][h][e]:
-    positions of an evicted group of layer i, emptied when it is back; own[i]: slot rows [Hk] of
-    each token made since; stuck: what its steps ask for cannot be had."""
+    """A compacted sequence. match: its prompt of ``length`` tokens, pinned; layers[i]: its heads in
+    attention layer i; stuck: what its steps ask for cannot be had."""
 
     match: Match
     length: int
-    groups: dict[int, list[list[Positions]]]
-    own: dict[int, list[NDArray[np.int32]]]
+    layers: dict[int, CompactHeads]
+    steps: int = 0
     stuck: bool = False
 
 
@@ -149,7 +162,7 @@ class Compression:
         assert isinstance(source, SlotClass)
         length, sound = len(seq.request.tokens) - 1, config.alpha == 0
         target.epsilon[to], target.factor[to] = config.epsilon, 0.0 if sound else self.factor
-        view = Compacted(match, length, {}, {i: [] for i, _ in self._layers})
+        view = Compacted(match, length, {})
         kept = dense = 0
         for i, m in self._layers:
             keys, values = (source.kv[f"past_{n}_{i}"][row, :, :length] for n in ("key", "value"))
@@ -161,7 +174,7 @@ class Compression:
                 group=GROUP, max_groups=target.groups, sound=sound,
             )  # fmt: skip
             target.take(to, i, made)
-            view.groups[i] = made.groups
+            view.layers[i] = _heads(made, rows[i], target)
             kept += int(made.rows().sum()) * 8 * m.head_dim + made.summary_bytes()
             dense += m.num_kv_heads * length * 8 * m.head_dim
         for name, states in target.states.items():
@@ -178,7 +191,7 @@ class Compression:
             chosen = found[f"chosen_{i}"][:, :, slots.blocks :]
             for row, head in np.argwhere(chosen.any(2)).tolist():
                 view = batch[row].compacted
-                groups = [] if view.stuck else view.groups[i][head]
+                groups = [] if view.stuck else view.layers[i].groups[head]
                 entries = np.flatnonzero(chosen[row, head, : len(groups)]).tolist()
                 if entries := [e for e in entries if len(groups[e])]:
                     positions = np.concatenate([groups[e] for e in entries])
@@ -186,19 +199,52 @@ class Compression:
         return wanted
 
     def fetch(self, slots: CompactSlots, batch: list[Any], wanted: list[Wanted]) -> list[int]:
-        """Bring groups back from the host copy; returns the rows of sequences whose slot is too
-        small for that, or whose host copy is gone."""
+        """Bring groups back from the host copy, in place of what was read longest ago where there
+        is no room; returns the rows of sequences for which that was not possible."""
         failed = []
         for row in sorted({w.row for w in wanted}):
             seq, mine = batch[row], [w for w in wanted if w.row == row]
             to_come = seq.request.sampling.max_tokens - seq.stream.usage.generated_tokens
-            fits = all(len(w.positions) <= slots.room(row, w.layer)[w.head] - to_come for w in mine)
+            fits = all(self._make_room(slots, seq.compacted, w, to_come) for w in mine)
             if not (fits and self._bring_back(slots, seq.compacted, mine)):
                 failed.append(row)
                 continue
             seq.stream.usage.kv_fetched += 1
             seq.stream.usage.kv_expansions += 1
         return failed
+
+    def _make_room(self, slots: CompactSlots, view: Compacted, w: Wanted, to_come: int) -> bool:
+        """For the rows of ``w`` and the tokens to come; the kept set shrinks to what it is meant to
+        be where it has outgrown that."""
+        held = int(slots.counts[f"kv_rows_{w.layer}"][w.row, w.head])
+        need = held + len(w.positions) + to_come
+        meant = int(view.layers[w.layer].rows * (1 + HEADROOM))
+        excess = max(need - slots.capacity, held + len(w.positions) - meant)
+        return excess <= 0 or self._shrink(slots, view, w, excess) or need <= slots.capacity
+
+    def _shrink(self, slots: CompactSlots, view: Compacted, w: Wanted, excess: int) -> bool:
+        """Evict blocks of prompt rows that no step needs by rule and none read lately; True where
+        ``excess`` rows went."""
+        heads, h = view.layers[w.layer], w.head
+        full = int(slots.counts[f"kv_rows_{w.layer}"][w.row, h]) // BLOCK - RECENT
+        pinned = np.isinf(slots.summaries[f"stats_{w.layer}"][w.row, h, : max(full, 0), 1])
+        prompt = heads.positions[h, : max(full, 0) * BLOCK].reshape(-1, BLOCK).min(1) >= 0
+        free = np.flatnonzero(prompt & ~pinned)
+        free = free[np.argsort(heads.read[h, free], kind="stable")][: -(-excess // BLOCK)]
+        groups = heads.groups[h]
+        groups += [np.zeros(0, np.int64)] * (slots.groups - len(groups))
+        entries = np.array([e for e, g in enumerate(groups) if not len(g)], np.int64)[: len(free)]
+        blocks = free[: len(entries)]
+        for block, e in zip(blocks, entries, strict=True):
+            groups[e] = heads.positions[h, block * BLOCK : (block + 1) * BLOCK].copy()
+        left = slots.evict(w.row, w.layer, h, blocks, entries)
+        heads.positions[h, : len(left)] = heads.positions[h, left]
+        heads.positions[h, len(left) :] = -1
+        stay = np.setdiff1d(np.arange(heads.read.shape[1]), blocks)
+        heads.read[h, : len(stay)] = heads.read[h, stay]
+        for rows in heads.own:
+            rows[h] = np.searchsorted(left, rows[h])
+        return len(blocks) * BLOCK >= excess
 
     def _bring_back(self, slots: CompactSlots, view: Compacted, wanted: list[Wanted]) -> bool:
         size = self.prefixes.block_size
@@ -208,20 +254,25 @@ class Compression:
             return False
         at = {i: 2 * n for n, (i, _) in enumerate(self._layers)}
         for w in wanted:
+            heads = view.layers[w.layer]
             places = np.searchsorted(blocks, w.positions // size) * size + w.positions % size
             keys, values = (a[w.head, places] for a in arrays[at[w.layer] :][:2])
-            slots.bring_back(w.row, w.layer, w.head, w.entries, keys, values)
+            start = slots.bring_back(w.row, w.layer, w.head, w.entries, keys, values)
+            heads.positions[w.head, start : start + len(places)] = w.positions
+            heads.read[w.head, start // BLOCK : (start + len(places)) // BLOCK + 1] = view.steps
             for e in w.entries:
-                view.groups[w.layer][w.head][e] = np.zeros(0, np.int64)
+                heads.groups[w.head][e] = np.zeros(0, np.int64)
         return True
 
     def stepped(self, slots: CompactSlots, batch: list[Any], found: Mapping[str, Any]) -> None:
         """Note where the rows of this step's tokens went, and how it was answered."""
         for row, seq in enumerate(batch):
-            usage = seq.stream.usage
-            for i, _ in self._layers:
+            usage, view = seq.stream.usage, seq.compacted
+            view.steps += 1
+            for i, heads in view.layers.items():
                 rows = slots.counts[f"kv_rows_{i}"][row]
-                seq.compacted.own[i].append(rows - 1)
+                heads.own.append(rows - 1)
+                heads.read[found[f"chosen_{i}"][row, :, : slots.blocks] > 0] = view.steps
                 read = found[f"rows_read_{i}"][row]
                 usage.kv_rows_read += int(read.sum())
                 usage.kv_rows_held += int(rows.sum())
@@ -238,7 +289,6 @@ class Compression:
         if arrays is None:
             return False
         to = target.allocate(seq)
-        made = len(next(iter(view.own.values())))
         for n, (i, m) in enumerate(self._layers):
             heads = np.arange(m.num_kv_heads)
             for name, copy, held in zip(
@@ -246,9 +296,9 @@ class Compression:
             ):
                 to_rows = target.kv[f"past_{name}_{i}"][to]
                 to_rows[:, : view.length] = copy[:, : view.length]
-                for position, rows in enumerate(view.own[i], view.length):
+                for position, rows in enumerate(view.layers[i].own, view.length):
                     to_rows[:, position] = held[heads, rows]
-        target.hold(to, np.array([view.length + made]))
+        target.hold(to, np.array([view.length + view.steps]))
         for name, states in target.states.items():
             states[to] = slots.states[name][row]
         self.forget(seq)
@@ -264,3 +314,12 @@ class Compression:
         if seq.compacted is not None:
             self.prefixes.unpin(seq.compacted.match)
             seq.compacted = None
+
+
+def _heads(made: CompactLayer, rows: int, slots: CompactSlots) -> CompactHeads:
+    positions = np.full((len(made.positions), slots.capacity), -1, np.int64)
+    for h, held in enumerate(made.positions):
+        positions[h, : len(held)] = held
+    return CompactHeads(
+        rows, made.groups, positions, np.zeros((len(positions), slots.blocks), np.int32)
+    )

@@ -10,6 +10,8 @@ import pytest
 
 from build.tasks import make_samples
 from engine_configs.errors import ConfigError, RequestError
+from serving.engine.compact_slots import CompactSlots
+from serving.engine.compression import Compression
 from serving.engine.engine import Engine
 from serving.engine.model import Model
 from serving.engine.requests import CompressionRequest, Request, SamplingParams
@@ -120,3 +122,38 @@ def test_without_kernels_it_is_refused(
     assert len(run(engine, Request(prompt(20), greedy(4)))) == 4
     with pytest.raises(ConfigError, match="make native"):
         lab.engine(lab.cache(plain), plain, kv_compression="bounded")
+
+
+def test_the_kept_set_shrinks_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come back for one question and go for the next; every row stays where it is noted."""
+    engine = lab.engine(lab.cache(), max_seq_len=4096)
+    seen: list[tuple[int, int]] = []
+    stepped = Compression.stepped
+
+    def check(self: Compression, slots: CompactSlots, batch: list[Any], found: Any) -> None:
+        stepped(self, slots, batch, found)
+        [seq] = batch
+        prompt_kv = self.prefixes.read_blocks(seq.compacted.match, np.arange(LENGTH // 32))
+        assert prompt_kv is not None
+        for n, (i, heads) in enumerate(seq.compacted.layers.items()):
+            for h, count in enumerate(slots.counts[f"kv_rows_{i}"][0].tolist()):
+                at = heads.positions[h, :count]
+                gone = [p for g in heads.groups[h] for p in g.tolist()]
+                whole = sorted([*at[at >= 0].tolist(), *gone])
+                assert whole == list(range(len(seq.request.tokens) - 1))
+                known = np.flatnonzero((at >= 0) & (at < LENGTH // 32 * 32))
+                for name, array in enumerate(slots.layer(0, i)):
+                    np.testing.assert_array_equal(
+                        array[h, known], prompt_kv[2 * n + name][h, at[known]]
+                    )
+                assert [int(rows[h]) for rows in heads.own] == np.flatnonzero(at < 0).tolist()
+                seen.append((count, heads.rows))
+
+    monkeypatch.setattr(Compression, "stepped", check)
+    tokens = make_samples("mqar", LENGTH, 1, seed=4)[0].prefix
+    tight = engine.submit(asked(tokens, CompressionRequest("bounded", 0.3, 0.03), 60))
+    dense = engine.submit(asked(tokens, CompressionRequest("off"), 60))
+    assert tight.tokens() == dense.tokens()
+    counts = [count for count, _ in seen]
+    assert any(b < a for a, b in zip(counts, counts[4:], strict=False)), "it shrank"
+    assert any(b > a + 1 for a, b in zip(counts, counts[4:], strict=False)), "it grew"
