@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from plugins.aot import Variant
+from plugins.compressed_sparse_attention import sparse_kernel
 from plugins.tiles import product, span
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -218,7 +220,7 @@ def attend(
         splits = max(1, min(MAX_SPLITS, M * page // 256, 512 // (B * Hk)))
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    new = {"dtype": torch.float32, "device": q.device}
+    new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     parts = o if splits == 1 else torch.empty(splits, B * T, Hq, D, **new)
     part_lse = lse if splits == 1 else torch.empty(splits, B * T, Hq, **new)
     paged_attention[(triton.cdiv(rows, tile.BQ), B * Hk, splits)](
@@ -239,7 +241,8 @@ PAGES = (32, 64)
 
 
 def variants() -> Iterator[Variant]:
-    """What plugins.aot compiles: the dense kernels for each head size and page."""
+    """What plugins.aot compiles: the dense kernels for each head size and page, the sparse ones."""
+    yield from sparse_kernel.variants()
     for dtype in ("bf16", "fp16"):
         kinds = dict.fromkeys(("q", "k", "v", "pool_k", "pool_v", "o"), f"*{dtype}")
         kinds |= dict.fromkeys(("block_table", "total_lens", "append"), "*i32")

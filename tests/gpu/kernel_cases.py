@@ -16,7 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plugins.compressed_sparse_attention.ref import compressed_sparse_attention
+from plugins.compressed_sparse_attention.ref import (
+    compressed_sparse_attention,
+    sparse_decode_attention,
+    summarise,
+)
 from plugins.linear_state_replay.ref import RULES, linear_state_replay
 
 Array = NDArray[Any]
@@ -214,6 +218,83 @@ class Dense:
         )
 
 
+@dataclass(frozen=True)
+class Sparse:
+    """``rows`` per sequence and K/V head; ``extra`` entries of evicted rows; all that an entry must
+    not look at is NaN, block 0 is always read."""
+
+    rows: tuple[tuple[int, ...], ...]
+    epsilon: float
+    Hq: int = 8
+    D: int = 16
+    page: int = 32
+    extra: int = 3
+    noise: float = 0.3
+    sound: bool = False
+    dtype: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        kind = "sound" if self.sound else "calibrated"
+        rows = "_".join("+".join(map(str, r)) for r in self.rows)
+        return f"sparse-{kind}-{rows}-{self.Hq}x{self.D}-{self.epsilon}-{self.dtype}"
+
+    def run(self) -> dict[str, float]:
+        """Errors of o, log-sum-exp, mass and bound; entries chosen otherwise than by ref.py."""
+        from plugins.compressed_sparse_attention import sparse_kernel
+
+        rng = np.random.default_rng(len(self.name))
+        dtype, rows = DTYPES[self.dtype], np.array(self.rows, np.int32)
+        B, Hk = rows.shape
+        M = -(-int(rows.max()) // self.page)
+        blocks = M * self.page // 32
+        S = blocks + self.extra
+        k, v = (np.full((B, Hk, S * 32, self.D), np.nan) for _ in range(2))
+        summaries = np.full((B, Hk, S, 3 * self.D), np.nan, np.float16)
+        stats = np.full((B, Hk, S, 2), np.nan, np.float32)
+        for b, h, j in np.ndindex(B, Hk, S):
+            n = int(np.clip(rows[b, h] - 32 * j, 0, 32)) if j < blocks else 32
+            at = slice(32 * j, 32 * j + n)
+            k[b, h, at] = 2 * rng.standard_normal(self.D)
+            k[b, h, at] += self.noise * rng.standard_normal((n, self.D))
+            v[b, h, at] = rng.standard_normal(self.D)
+            v[b, h, at] += self.noise * rng.standard_normal((n, self.D))
+            if n:
+                pair = summarise(k[b, h, at], v[b, h, at], sound=self.sound)
+                summaries[b, h, j], stats[b, h, j] = pair
+        stats[:, :, 0, 1] = np.inf
+        stats[:, :, S - 1 if self.extra else S :, 0] = 0
+        slot = [torch.from_numpy(x[:, :, : blocks * 32]).to(dtype) for x in (k, v)]
+        table = rng.permutation(B * M + 2)[: B * M].reshape(B, M)
+        pools = []
+        for x in slot:
+            pool = torch.full((B * M + 2, self.page, Hk, self.D), float("nan")).to(dtype)
+            pool[table] = x.unflatten(2, (M, self.page)).permute(0, 2, 3, 1, 4)
+            pools.append(pool)
+        q = torch.from_numpy(rng.standard_normal((B, self.Hq, self.D))).to(dtype)
+        options: dict[str, Any] = {
+            "scale": self.D**-0.5, "epsilon": self.epsilon, "sound": self.sound,
+            "factor": 1.0 if self.sound else 1.3,
+        }  # fmt: skip
+        got = sparse_kernel.sparse_decode(
+            q, *pools, torch.from_numpy(table).int(), torch.from_numpy(rows),
+            torch.from_numpy(summaries), torch.from_numpy(stats), **options,
+        )  # fmt: skip
+        want = sparse_decode_attention(
+            _np(q), *(_np(x) for x in slot), rows, summaries, stats, **options
+        )
+        bound, wanted = _np(got.error_bound), want.error_bound
+        known = np.isfinite(wanted)
+        assert (np.isfinite(bound) == known).all()
+        assert 0 < want.chosen.sum() < want.chosen.size or self.sound
+        return {
+            "o": float(np.abs(_np(got.o) - want.o).max()),
+            "mass": float(np.abs(_np(got.mass_read) - want.mass_read).max()),
+            "bound": float(np.abs(bound - wanted)[known].max(initial=0) / wanted[known].max()),
+            "chosen": int((got.chosen.numpy() != want.chosen).sum()),
+        }
+
+
 def _np(x: torch.Tensor) -> Array:
     return x.double().numpy()
 
@@ -250,14 +331,22 @@ DENSE = [
     Dense((17,), (90,), Hq=3, Hk=3, D=96, dtype="fp16", append=True),
     Dense((17,), (90,), Hq=3, Hk=3, D=64, dtype="bf16"),
 ]
-CASES: list[Any] = [*LINEAR, *DENSE]
+SPARSE = [
+    Sparse(((300, 170), (33, 490)), 0.3),
+    Sparse(((300, 170),), 0.05),
+    Sparse(((200,),), 0.003, Hq=3, D=24, page=64, extra=0),
+    Sparse(((300,),), 0.2, Hq=2, noise=0.02, extra=0, sound=True),
+    Sparse(((200,),), 0.2, Hq=2, sound=True),
+    Sparse(((300,),), 0.1, Hq=2, dtype="bf16"),
+]
+CASES: list[Any] = [*LINEAR, *DENSE, *SPARSE]
 
 
 def main(log: Callable[[str], Any] = sys.stderr.write) -> None:
     torch.set_num_threads(1)
     np.seterr(all="ignore")
     errors = {}
-    for case in CASES:
+    for case in [c for c in CASES if len(sys.argv) < 2 or sys.argv[1] in c.name]:
         errors[case.name] = case.run()
         log(f"{case.name} {errors[case.name]}\n")
     print(json.dumps(errors))
