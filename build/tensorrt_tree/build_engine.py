@@ -57,7 +57,6 @@ def build(arguments: argparse.Namespace) -> Path:
     trt = importlib.import_module("tensorrt")
 
     logger = trt.Logger(trt.Logger.VERBOSE if arguments.verbose else trt.Logger.INFO)
-    trt.init_libnvinfer_plugins(logger, "")
     trt.get_plugin_registry().load_library(str(arguments.plugins))
     builder = trt.Builder(logger)
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the rule in 11

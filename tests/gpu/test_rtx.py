@@ -1,8 +1,8 @@
 """A real TensorRT builder takes our graphs: TensorRT-RTX, which builds with neither GPU nor driver.
 
-Both lowerings that are made of ai.onnx in the end: ``standard``, and ``tensorrt`` in bf16 with the
-function bodies of its plugin nodes (there is no plugin registered here). In a subprocess: the
-builder may take the whole process down.
+Both lowerings that are made of ai.onnx in the end: ``standard``, and ``tensorrt`` in 16 bits with
+the function bodies of its plugin nodes (there is no plugin registered here) and the profiles that
+build_engine.py makes. In a subprocess: the builder may take the whole process down.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import onnx
 import pytest
 
 from build.pipeline import Options, Silent, weights_of, write_graph
+from build.tensorrt_tree import build_engine
 from engine_configs.families import read_family
 from engine_configs.families.config import ConfigReader
 from engine_configs.mixer import MixerBase
 from engine_configs.spec import GatedDeltaNet, Mamba2
 from plugins.tensorrt.build import HEADERS
+from serving.engine.profiles import BLOCK_TOKENS, PROFILES
 from tests.families.cases import CASES, FULL, LINEAR
 
 # One linear layer and an attention. TensorRT-RTX 1.7.1 crashes in a network where a loop (Scan)
@@ -32,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], type[MixerBase]]] = {
     "mamba2": ("granite_dense_rope", {}, Mamba2),
     "kda": ("kimi_linear", {"mlp_layer_types": ["dense"] * 2}, GatedDeltaNet),
 }
-SIZES = {"B": (1, 1, 2), "T": (1, 16, 64), "N": (1, 1, 4), "P": (2, 4, 8), "M": (1, 2, 4)}
+SIZES = {"B": (1, 1, 2), "T": (1, 16, 64), "N": (0, 1, 4)}
 CAPACITY = 128  # TensorScatter wants it fixed
 ARCHS = ("SM89", "SM120")
 
@@ -55,14 +58,15 @@ for arch in archs:
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True  # fp32 has no fused kernel
     config = builder.create_builder_config()
-    profile = builder.create_optimization_profile()
-    for i in range(network.num_inputs):
-        tensor = network.get_input(i)
-        if tensor.is_shape_tensor:
-            profile.set_shape_input(tensor.name, [1], [16], [64])
-        else:
-            profile.set_shape(tensor.name, *shapes[tensor.name])
-    config.add_optimization_profile(profile)
+    for wanted in shapes:
+        profile = builder.create_optimization_profile()
+        for i in range(network.num_inputs):
+            tensor = network.get_input(i)
+            if tensor.is_shape_tensor:
+                profile.set_shape_input(tensor.name, [1], [16], [64])
+            else:
+                profile.set_shape(tensor.name, *wanted[tensor.name])
+        config.add_optimization_profile(profile)
     config.num_compute_capabilities = 1
     config.set_compute_capability(getattr(trt.ComputeCapability, arch), 0)
     plan = builder.build_serialized_network(network, config)
@@ -89,14 +93,21 @@ def graph(name: str, lowering: str, dtype: str, folder: Path) -> tuple[Path, onn
     return folder / "model.onnx", model.graph, family.spec.num_parameters()
 
 
-def shapes(graph: onnx.GraphProto) -> dict[str, list[list[int]]]:
-    """(min, opt, max) of every input."""
+def shapes(graph: onnx.GraphProto, lowering: str) -> list[Any]:
+    """Per profile: (min, opt, max) of every input."""
+    if lowering == "tensorrt":
+        declared = {
+            i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim)
+            for i in graph.input
+        }
+        manifest = {"engine": {"max_seq_len": 4096, "block_tokens": BLOCK_TOKENS}}
+        return [build_engine.shape_ranges(manifest, asdict(p), declared) for p in PROFILES]
     found = {}
     for value in graph.input:
         dims = value.type.tensor_type.shape.dim
         ranges = [SIZES[d.dim_param] if d.dim_param else (d.dim_value,) * 3 for d in dims]
         found[value.name] = [[r[k] for r in ranges] for k in range(3)]
-    return found
+    return [found]
 
 
 FULL_ONLY = pytest.mark.full
@@ -118,7 +129,7 @@ def test_networks_are_built(name: str, lowering: str, dtype: str, tmp_path: Path
     domains = {node.domain for node in found.node}
     assert domains == ({""} if lowering == "standard" else {"", "hybrid"})
     archs = ARCHS if lowering == "standard" else ARCHS[:1]
-    arguments = [str(HEADERS), str(model), json.dumps(shapes(found)), *archs]
+    arguments = [str(HEADERS), str(model), json.dumps(shapes(found, lowering)), *archs]
     done = subprocess.run(
         [sys.executable, "-c", BUILD, *arguments],
         capture_output=True, text=True, check=False, timeout=250,
@@ -137,7 +148,7 @@ def test_what_cannot_be_parsed_is_told(tmp_path: Path) -> None:
     proto = onnx.load(model, load_external_data=False)
     proto.graph.node[-3].op_type = "NoSuchOp"
     onnx.save(proto, model)
-    arguments = [str(HEADERS), str(model), json.dumps(shapes(found)), "SM89"]
+    arguments = [str(HEADERS), str(model), json.dumps(shapes(found, "standard")), "SM89"]
     done = subprocess.run(
         [sys.executable, "-c", BUILD, *arguments], capture_output=True, text=True, check=False
     )

@@ -56,6 +56,7 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> int:
         address = int(self._call("cudaMalloc", max(1, nbytes)))
         self._call("cudaMemset", address, 0, max(1, nbytes))
+        self._call("cudaDeviceSynchronize")  # our streams do not wait for the default one
         return address
 
     def free(self, address: int) -> None:
@@ -116,7 +117,6 @@ class CudaExecutor:
                 )
         trt = package("tensorrt")
         self._logger = trt.Logger(trt.Logger.WARNING)
-        trt.init_libnvinfer_plugins(self._logger, "")
         trt.get_plugin_registry().load_library(str(library))
         self._events = _layer_events(library)
         self._runtime = trt.Runtime(self._logger)
