@@ -139,9 +139,8 @@ def run_trace(task: tuple[str, int, int, tuple[float, ...], bool]) -> tuple[Any,
 
 def published_factor(regime: str) -> float:
     """Of the last full run: so few traces as --quick has cannot be calibrated on."""
-    if RESULTS.exists():
-        return float(json.loads(RESULTS.read_text())["regimes"][regime]["factor"])
-    return FACTORS[-1]
+    found = json.loads(RESULTS.read_text())["regimes"] if RESULTS.exists() else {}
+    return float(found.get(regime, {"factor": FACTORS[-1]})["factor"])
 
 
 def losses(outcomes: list[dict[float, Outcome]], factor: float) -> Any:
