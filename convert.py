@@ -123,6 +123,11 @@ def main(
         _fail(str(e))
     except KeyboardInterrupt:
         _fail("interrupted; nothing was written", code=130)
+    _print_result(bundle)
+    _print_cost(bundle, time.monotonic() - started)
+
+
+def _print_result(bundle: Bundle) -> None:
     for path, error in bundle.manifest["parity"].items():
         console.print(
             f"parity {path:<8} max |logit error| {error['max_abs_logit_error']:.2e}, "
@@ -131,8 +136,7 @@ def main(
     for what, why in bundle.manifest["skipped"].items():
         console.print(f"skipped {what}: {why}")
     console.print(f"replay: {bundle.calibration.verdict}")
-    console.print(f"wrote {folder}")
-    _print_cost(bundle, time.monotonic() - started)
+    console.print(f"wrote {bundle.path}")
 
 
 def _print_table(table: Table) -> None:

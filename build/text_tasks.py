@@ -122,6 +122,7 @@ class TextTasks:
         listed = self._encode(f"\nThe list: {words}.\n")
         after = int(self.rng.integers(0, 48))
         before = length - len(self._bos) - len(listed) - after
+        parts: list[Sequence[int] | Tokens]
         parts = [self._bos, self._filler(before), listed, self._filler(after)]
         question = self._question("\nThe list again:", f" {words}")
         return Sample("copy", np.concatenate(parts).astype(np.int64), (question,))
