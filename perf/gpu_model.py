@@ -148,7 +148,7 @@ class Model:
             if name in inputs:
                 continue
             if name == "conv":
-                weights[name] = self._random(*reversed(shape))
+                weights[name] = self._random(*reversed(shape), std=0.5)
             elif len(shape) == 1:
                 value = {"A_log": 0.5, "dt_bias": -4.0}.get(name, 1.0)
                 fp32 = name in ("A_log", "dt_bias", "D")
@@ -158,8 +158,10 @@ class Model:
                 weights[name] = self._random(*shape)
         return Layer(mixer, pre, post, weights, split)
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=torch.bfloat16).normal_(std=0.02)
+    def _random(self, *shape: int, std: float = 0.0) -> torch.Tensor:
+        """Of a size that keeps activations at theirs."""
+        empty = torch.empty(shape, device=self.device, dtype=torch.bfloat16)
+        return empty.normal_(std=std or shape[-1] ** -0.5)
 
 
 def _rms(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
