@@ -16,6 +16,7 @@ Three parts, each printed and saved as soon as it is done, until the time is up:
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
