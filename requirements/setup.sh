@@ -132,7 +132,7 @@ WRAPPER
 
 # Half a gigabyte that only the TensorRT target needs; in a folder of its own.
 install_tensorrt_tools() {
-    say "installing what builds and tests the TensorRT target (145 MB)"
+    say "installing what builds and tests the TensorRT target (160 MB)"
     rm -rf .venv/tensorrt
     pip_install --no-deps --target .venv/tensorrt -r requirements/tensorrt.txt
     touch .venv/tensorrt/ready
