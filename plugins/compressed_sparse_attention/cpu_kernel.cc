@@ -218,9 +218,8 @@ void attend(const Heads& h, Rows rows, const int32_t* ids, int64_t count, Partia
     if (left <= 0) continue;
     const int64_t n = left < kTile ? left : kTile;
     const float* v = rows.v + first * h.dv;
-    const float* next_v = rows.v + first_row(tile + 2) * h.dv;  // far enough for memory's delay
-    const float* next_k = rows.k + first_row(tile + 3) * h.dk;
-    score(h, rows.k + first * h.dk, n, scores, {next_v, next_v + kTile * h.dv});
+    const float* next_k = rows.k + first_row(tile + 1) * h.dk;
+    score(h, rows.k + first * h.dk, n, scores, {v, v + n * h.dv});
     weigh(h, scores, part);
     gather(h.G, scores, kTile, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
            {next_k, next_k + kTile * h.dk});

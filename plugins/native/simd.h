@@ -102,17 +102,29 @@ inline Vec root(Vec x) {
   return x;
 #endif
 }
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+
+// op over all lanes, halves folded onto each other.
+template <class Op>
+inline float fold(Vec x, Op op) {
+#if LANES == 16
+  x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  x = op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#else
+  x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  x = op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
+#endif
+  return x[0];
+}
 inline float sum_of(Vec x) {
-  float sum = 0;
-  for (int64_t i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
+  return fold(x, [](Vec a, Vec b) { return a + b; });
 }
 inline float largest_of(Vec x) {
-  float top = x[0];
-  for (int64_t i = 1; i < kLanes; ++i) top = x[i] > top ? x[i] : top;
-  return top;
+  return fold(x, [](Vec a, Vec b) { return max(a, b); });
 }
-inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
 // e^x to 2 ulp; 0 below -87.7, and x is at most 88. NaN stays NaN.
 inline Vec exp(Vec x) {
