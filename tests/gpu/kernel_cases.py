@@ -295,6 +295,40 @@ class Sparse:
         }
 
 
+@dataclass(frozen=True)
+class Whole:
+    """perf.gpu's model: a replay of the whole prefix from zero is the cold run, writes no K/V."""
+
+    model: str
+    dtype: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        return f"whole-{self.model}"
+
+    def run(self) -> dict[str, float]:
+        from perf import gpu
+        from perf.gpu_model import Model
+
+        prefix, suffix, chunk = 40, 4, 24
+        torch.manual_seed(0)
+        model = Model(gpu.spec_of(self.model, True), "cpu", prefix + suffix, 3)
+        tokens = torch.randint(128, (prefix + suffix,))
+        gpu.prefill(model, tokens[:prefix], 0, chunk)
+        cold = gpu.prefill(model, tokens[prefix:], prefix, chunk)
+        kept = [p.clone() for x in model.attention_layers() if x.pools for p in x.pools]
+        assert len(kept) == 2
+        short = gpu.hit(model, tokens, prefix, 4, chunk, None)
+        hit = gpu.hit(model, tokens, prefix, prefix, chunk, None)
+        pools = [p for x in model.attention_layers() if x.pools for p in x.pools]
+        size = cold.abs().max()
+        assert (short - cold).abs().max() > 2e-2 * size, "a short tail makes no difference"
+        return {
+            "o": float((hit - cold).abs().max() / size),
+            "pool": sum(int((a != b).sum()) for a, b in zip(pools, kept, strict=True)),
+        }
+
+
 def _np(x: torch.Tensor) -> Array:
     return x.double().numpy()
 
@@ -310,14 +344,14 @@ LINEAR = [
     Linear("gated", (70,), per="key"),
     Linear("gated_delta", (70,), per="key"),
     Linear("gated_delta", (7, 2), per="key"),
-    Linear("gated_delta", (129, 64, 1), dk=16, dv=48),
+    Linear("gated_delta", (129, 1), Hv=1, dk=16, dv=48),
     Linear("gated_delta", (65, 17), dk=16, dv=16, layout="packed"),
-    Linear("gated_delta", (65, 17), dk=16, dv=16, per="key", layout="packed"),
+    Linear("gated_delta", (65, 17), Hv=1, dk=16, dv=16, per="key", layout="packed"),
     Linear("gated", (33, 80), Hv=4, dk=16, dv=16, layout="packed"),
     Linear("gated_delta", (65,), Hv=1, dk=96, dv=192),
     Linear("gated_delta", (128,), Hv=1, keys="repeated"),
     *(Linear("gated_delta", (66,), dtype=dtype) for dtype in ("fp16", "bf16")),
-    *(Linear("gated_delta", (66,), per="key", dtype=dtype) for dtype in ("fp16", "bf16")),
+    *(Linear("gated_delta", (66,), Hv=1, per="key", dtype=dtype) for dtype in ("fp16", "bf16")),
     *(Linear("gated", (66,), dtype=dtype) for dtype in ("fp16", "bf16")),
     Linear("gated_delta", (3,), dtype="bf16"),
 ]
@@ -339,7 +373,8 @@ SPARSE = [
     Sparse(((200,),), 0.2, Hq=2, sound=True),
     Sparse(((300,),), 0.1, Hq=2, dtype="bf16"),
 ]
-CASES: list[Any] = [*LINEAR, *DENSE, *SPARSE]
+WHOLE = [Whole(name) for name in ("qwen3.5-9b", "nemotron-h-8b")]
+CASES: list[Any] = [*LINEAR, *DENSE, *SPARSE, *WHOLE]
 
 
 def main(log: Callable[[str], Any] = sys.stderr.write) -> None:

@@ -6,6 +6,7 @@ used in this one; all interpreted cases run in one other process, each test look
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plugins.aot import ARCHS, OPS, compile_all, compile_variant, table, variants
 from tests.gpu.kernel_cases import CASES
@@ -86,6 +88,62 @@ def test_parameters_of_the_compiled_entry(tmp_path: Path) -> None:
     words = [line.split()[1] for line in entry.splitlines() if ".param" in line]
     kinds = {"i32": ".u32", "fp32": ".f32"}
     assert words == [kinds.get(a.type, ".u64") for a in cubin.arguments]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Launches compile for sm_90, specialised as a launch would, and run nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32",
+             "int8": "i8"}  # fmt: skip
+    seen: dict[str, int] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {n: kwargs.pop(n) for n in ("num_warps", "num_stages") if n in kwargs}
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        types, constants = {}, {}
+        for param in self.params:
+            value = values[param.name]
+            if param.is_constexpr or value is None or (type(value) is int and value == 1):
+                types[param.name], constants[param.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                types[param.name] = "*" + kinds[str(value.dtype).removeprefix("torch.")]
+            else:
+                types[param.name] = "i32" if isinstance(value, int) else "fp32"
+        source = ASTSource(fn=self, signature=types, constexprs=constants)
+        done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        if not done.asm["cubin"] or not all(0 < n < 2**31 for n in grid):
+            raise RuntimeError(f"{self.fn.__name__} {grid}")  # asserts of the case may fail
+        seen[self.fn.__name__] = seen.get(self.fn.__name__, 0) + 1
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    return seen
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == "bf16"], ids=lambda c: c.name)
+def test_launches_compile_as_a_gpu_would_specialise_them(
+    case: Any, launches: dict[str, int]
+) -> None:
+    """Arguments that are None or 1 become constants, which the interpreter does not show."""
+    with contextlib.suppress(AssertionError, ValueError):  # nothing was computed
+        case.run()
+    assert launches
+
+
+@pytest.mark.full
+def test_perf_gpu_runs_end_to_end(tmp_path: Path) -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "perf.gpu", "--small", "--json", str(tmp_path / "gpu.json")]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["skipped"] == []
+    assert {row["method"] for row in found["ttft"]} >= {"cold", "5% replay", "split + K/V copy"}
+    assert all(row["error_o"] < 2e-2 for row in found["numerics"])
 
 
 def test_names_of_variants_are_unique() -> None:
