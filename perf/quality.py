@@ -255,18 +255,23 @@ def main(
 
 
 def draw(cells: list[Cell], path: Path) -> None:
-    """Answers kept over tokens replayed, a line per model and method."""
+    """Answers kept over tokens replayed, a panel per model, a mark per method and length."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots()
-    for model, method in dict.fromkeys((c.model, c.method) for c in cells):
-        chosen = [c for c in cells if (c.model, c.method) == (model, method) and c.exact >= 0.5]
-        if chosen:
-            x = float(np.mean([c.replayed / c.length for c in chosen]))
-            axes.scatter(x, float(np.mean([c.relative for c in chosen])), label=f"{model} {method}")
-    axes.set(xlabel="tokens replayed over L", ylabel="answers kept", xscale="symlog")
-    axes.legend(fontsize=6)
+    models = list(dict.fromkeys(c.model for c in cells))
+    methods = list(dict.fromkeys(c.method for c in cells))
+    figure = Figure(figsize=(5 * len(models), 4))
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        for method, mark in zip(methods, "oP^vsDX", strict=False):
+            mine = [c for c in cells if (c.model, c.method) == (model, method) and c.exact >= 0.5]
+            lengths = sorted({c.length for c in mine})
+            shares = [np.mean([c.replayed / n for c in mine if c.length == n]) for n in lengths]
+            kept = [np.mean([c.relative for c in mine if c.length == n]) for n in lengths]
+            axes.scatter([100 * float(x) for x in shares], kept, marker=mark, s=45, label=method)
+        axes.set(title=model, xlabel="tokens replayed, % of L", ylabel="answers kept, of exact")
+        axes.set_ylim(-0.05, 1.1)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
