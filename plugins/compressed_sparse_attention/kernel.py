@@ -152,7 +152,7 @@ class Tile:
 # By the power of two that holds the head size.
 TILES = {
     16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 32, 8, 2),
-    128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2),
+    128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 2),
 }  # fmt: skip
 FEW = 16  # rows of queries up to which a tile of so many is taken, and the keys are split
 MAX_SPLITS = 64
@@ -216,6 +216,14 @@ def attend(
     BD = max(16, triton.next_power_of_2(D))
     tile, splits, rows = TILES[BD], 1, T * (Hq // Hk)
     if rows <= FEW:
+        if starts is not None:  # the parts of splits are padded
+            row = starts.long()[:, None] + torch.arange(T, device=q.device)
+            padded = q[0, row.clamp(max=q.shape[1] - 1)]
+            found = attend(
+                padded, pool_k, pool_v, block_table, total_lens, scale=scale, window=window,
+                lengths=lengths,
+            )  # fmt: skip
+            return _unpad(found, row, lengths, q.shape[1])
         tile = Tile(FEW, 64 if BD < 256 else 32, 4, 2)
         splits = max(1, min(MAX_SPLITS, M * page // 256, 512 // (B * Hk)))
     o = torch.empty_like(q)
@@ -230,10 +238,24 @@ def attend(
     )  # fmt: skip
     if splits > 1:
         N = B * T * Hq
-        merge_splits[(min(N, q.shape[0] * q.shape[1] * Hq),)](
+        merge_splits[(N,)](
             parts, part_lse, o, lse, N, splits, D=D, BD=BD, BS=triton.next_power_of_2(splits)
         )
     return o, lse
+
+
+def _unpad(
+    found: tuple[torch.Tensor, torch.Tensor], row: torch.Tensor, lengths: Any, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded o [B, T, ...] and lse to packed rows; what is padding goes to a row too many."""
+    past = torch.arange(row.shape[1], device=row.device) >= lengths[:, None]
+    row = row.masked_fill(past, count)
+    packed = []
+    for x in found:
+        out = x.new_empty(count + 1, *x.shape[2:])
+        out[row] = x
+        packed.append(out[None, :count])
+    return packed[0], packed[1]
 
 
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)

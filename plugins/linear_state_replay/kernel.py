@@ -77,7 +77,7 @@ FEW = 16  # tokens up to which they are taken one by one
 RULE_OF = {rule: ("gated" in rule, "delta" in rule) for rule in RULES}
 # By the power of two that holds dk.
 RECURRENT_TILES = {64: Tile(32, 2), 128: Tile(16, 4), 256: Tile(16, 4)}
-STATE_TILES = {64: Tile(32, 4), 128: Tile(32, 8, 2), 256: Tile(16, 8)}
+STATE_TILES = {64: Tile(32, 4, 2), 128: Tile(32, 8, 2), 256: Tile(16, 8)}
 OUTPUT_TILES = (Tile(64, 4, 2), Tile(64, 4, 2), Tile(32, 8))  # by the kind of decay
 
 

@@ -192,8 +192,9 @@ class Dense:
         lengths = torch.tensor(self.queries, dtype=torch.int32)
         if self.layout == "padded":
             return rows, {"lengths": lengths}
-        packed = torch.cat([rows[b, :n] for b, n in enumerate(self.queries)])[None]
-        starts = torch.cumsum(lengths, 0).int() - lengths
+        others = torch.full_like(rows[0, :1], float("nan")).expand(40, *rows.shape[2:])
+        packed = torch.cat([others, *(rows[b, :n] for b, n in enumerate(self.queries))])[None]
+        starts = 40 + torch.cumsum(lengths, 0).int() - lengths
         return packed, {"starts": starts, "lengths": lengths, "max_length": max(self.queries)}
 
     def _compare(self, b: int, q: Any, k: Any, v: Any, o: Any, lse: Any, spans: Any) -> Any:
