@@ -142,7 +142,7 @@ def run_peers(options: Options, progress: Progress) -> dict[str, Any]:
         f" (ii) and (iii) are cold runs, timed up to {RECOMPUTED_UP_TO} tokens"
     )
     if server:
-        notes += _peer_claims(rows, valid=check.right)
+        notes += _peer_claims(rows, f"ours, {options.ratio:.0%}", valid=check.right)
     _print(notes)
     return {"model": bundle.name, "rows": [asdict(row) for row in rows], "notes": notes}
 
@@ -188,10 +188,15 @@ def _tiny_claims(split: list[Row], two: tuple[float, ...]) -> Iterator[str]:
         yield _claim(f"two hits on two take {two[1]:.2f}x one (target 2.1x)", two[1] <= 2.1)
 
 
-def _peer_claims(rows: list[PeerRow], *, valid: bool) -> Iterator[str]:
+def _peer_claims(rows: list[PeerRow], share: str, *, valid: bool) -> Iterator[str]:
+    paper = {(r.prefix, r.kind): r.ttft for r in rows if r.engine == share}
     for row in rows:
         if row.engine == LlamaServer.name and row.kind in (PART, RANDOM):
-            text = f"{row.prefix}, {row.kind}: llama.cpp takes {row.over_ours:.1f}x as long as ours"
+            other = row.ttft / paper[row.prefix, row.kind]
+            text = (
+                f"{row.prefix}, {row.kind}: llama.cpp takes {row.over_ours:.1f}x as long as ours, "
+                f"{other:.1f}x as long as {share}"
+            )
             claimed = valid and row.prefix >= LONG
             yield _claim(f"{text} (target 5x)", row.over_ours >= 5) if claimed else text
 
