@@ -43,12 +43,13 @@ DENSE_AT = 0.1
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the median run, summed over the steps of a trace; selection: the part of bounded
-    steps that is spent on summaries."""
+    """Seconds of the median run, summed over the steps of a trace; selection: of steps that read
+    only what every step reads; first_run: bounded steps before anything is fetched."""
 
     dense: float
     bounded: float
     selection: float
+    first_run: float
 
 
 def session(threads: int = 1) -> ort.InferenceSession | None:
@@ -146,12 +147,12 @@ def measure(
     dense = Op(model, *whole, None)
     op = Op(model, *slots, layer)
     rows = layer.rows() + 1
-    times = np.zeros((REPEATS, STEPS, 3))
+    times = np.zeros((REPEATS, STEPS, 4))
     for repeat in times:
         back: list[tuple[int, int, dict[int, Any]]] = []
         for s, q in enumerate(trace.queries):
             repeat[s, 0] = dense.run(q, [length + 1] * KV_HEADS)
-            repeat[s, 1] = op.run(q, layer.rows() + 1, epsilon, factor)
+            repeat[s, 1] = repeat[s, 3] = op.run(q, layer.rows() + 1, epsilon, factor)
             start = time.perf_counter()
             new = _fetch(op, trace, layer, slots, s)
             repeat[s, 1] += time.perf_counter() - start

@@ -166,7 +166,9 @@ def release(
     rows = np.concatenate([*groups.values(), np.zeros(0, np.int64)])
     stay = len(held) - len(rows)
     if not np.array_equal(held[stay:], rows):  # other rows came after them
-        gone = np.isin(held, rows)
+        named = np.zeros(int(max(held.max(initial=0), rows.max(initial=0))) + 1, bool)
+        named[rows] = True
+        gone = named[held]
         if gone.sum() != len(rows):
             raise ValueError("only rows in the slot can go")
         first = int(np.argmax(gone))
