@@ -264,7 +264,7 @@ class SparseStep:
 
 
 SPLIT, ENTRIES = 32, 16  # entries a split and a tile
-CHOOSE_WARPS = 8
+WARPS = 8
 
 
 def sparse_decode(
@@ -308,11 +308,12 @@ def sparse_decode(
         read_chosen[(splits, B * Hk)](
             q, pool_k, pool_v, block_table, rows, summaries, stats, chosen, done, sums, acc,
             M, S, blocks, recent, Hq, Hk, scale, PAGE=page, SHARE=SPLIT, **sizes,
+            num_warps=WARPS,
         )  # fmt: skip
         choose_more[(B * Hk,)](
             q, rows, summaries, stats, chosen, done, sums, acc, errors, o, lse, mass_read, bound,
             S, splits, blocks, recent, Hq, Hk, scale, epsilon, factor, stage, **sizes,
-            num_warps=CHOOSE_WARPS,
+            num_warps=WARPS,
         )  # fmt: skip
     return SparseStep(o, lse, bound, mass_read, chosen)
 
@@ -339,13 +340,13 @@ def variants() -> Iterator[Variant]:
                 "D": D, "BD": D, "PAGE": 32, "BG": 16, "BE": ENTRIES, "SHARE": SPLIT,
                 "SOUND": False,
             }  # fmt: skip
-            for kernel, warps in ((read_chosen, 4), (choose_more, CHOOSE_WARPS)):
+            for kernel in (read_chosen, choose_more):
                 yield Variant(
                     op="compressed_sparse_attention",
                     kernel=kernel,
                     name=f"{kernel.fn.__name__}_{D}_{dtype}",
                     types={n: kinds.get(n, "*fp32") for n in kernel.arg_names if n not in values},
                     constants={n: values[n] for n in kernel.arg_names if n in values},
-                    num_warps=warps,
+                    num_warps=WARPS,
                     num_stages=1,
                 )
