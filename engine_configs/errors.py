@@ -12,6 +12,8 @@ HybridServeError
 │   ├── PromptTooLongError
 │   └── ReplayRefusedError  the asked replay would not be what the caller expects
 ├── LaunchError          the Triton server is not there, does not start, or does not stay up
+│   └── SymbolMismatchError  an installed runtime is not the one a package was written for
+│                            (build/tensorrt_llm/package/symbols.py)
 ├── OverloadedError      admission is full; try again later
 ├── ServerError          a server answered with an error, or not at all (client side)
 ├── CancelledError       the caller gave the request up
