@@ -37,6 +37,8 @@ from serving.kv_compression.config import CompressionConfig
 log = logging.getLogger(__name__)
 # Waiting for another sequence's prefill pays off when it brings at least this many more tokens.
 SHARED_PREFILL_TOKENS = 64
+# Room in a compact slot for what is still to be generated.
+ANSWER_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,8 @@ def _compression(
     model: Runner, config: EngineConfig, prefixes: Prefixes | None, longest: int
 ) -> Compression | None:
     """None where K/V stays dense: without kernels, without a cache to bring rows back from, or
-    with layers that look at some rows only. Its slots take as many bytes as the dense ones of one
-    class."""
+    with layers that look at some rows only. There is a smaller class for each dense one; together
+    they take a quarter of the slot bytes."""
     fits = all(can_compress(m) for _, m in model.spec.attention_layers())
     if not (isinstance(model, Model) and model.native and prefixes and config.kv_slots and fits):
         if config.kv_compression != "off":
@@ -353,8 +355,8 @@ def _compression(
                 fix="Run `make native` and convert again, or set kv_compression to off",
             )
         return None
-    kept = int(longest * config.kv_budget * (1 + HEADROOM))
-    capacities = class_capacities(min(longest, kept + 1024))
+    kept = config.kv_budget * (1 + HEADROOM)
+    capacities = [int(kept * c) + ANSWER_TOKENS for c in class_capacities(longest + 1)]
     share = config.slot_bytes // (4 * len(capacities))
     classes = []
     for capacity in capacities:
