@@ -7,6 +7,7 @@ or a key channel (KDA). Slow units are restored from checkpoints, fast ones star
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -14,6 +15,8 @@ from typing import Any, Literal, cast
 from engine_configs.spec import build_dataclass
 
 Status = Literal["measured", "imported", "uncalibrated"]
+# How far beyond the largest estimate that was seen an error is still bounded.
+SEEN = 1.5
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,13 @@ class Gate:
     error: tuple[float, ...] = ()
 
     def bound(self, estimate: float) -> float:
-        """The calibrated error of an estimate; infinite beyond what was seen."""
+        """The calibrated error of an estimate; somewhat beyond what was seen it grows as the
+        square, further out it is infinite."""
         at = bisect.bisect_left(self.estimate, estimate)
-        return self.error[at] if at < len(self.error) else float("inf")
+        if at < len(self.error):
+            return self.error[at]
+        beyond = estimate / self.estimate[-1] if self.estimate and self.estimate[-1] else math.inf
+        return self.error[-1] * beyond**2 if beyond <= SEEN else math.inf
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def test_gate_steps() -> None:
     assert KNOWN.split.bound(0.05) == 0.01
     assert KNOWN.split.bound(0.1) == 0.01
     assert KNOWN.split.bound(0.15) == 0.02
-    assert KNOWN.split.bound(0.21) == float("inf")
+    assert KNOWN.split.bound(0.25) == pytest.approx(0.02 * 1.25**2)
+    assert KNOWN.split.bound(0.31) == float("inf")
     assert Gate().bound(0.0) == float("inf")
 
 
