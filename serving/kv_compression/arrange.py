@@ -42,28 +42,36 @@ def arrange(
         mine = np.flatnonzero(label == c)
         mine = mine[np.argsort(-scores[rest[mine]], kind="stable")]
         stay, go = mine[: share * BLOCK], mine[share * BLOCK :]
-        kept += [rest[stay[g]] for g in similar_groups(x[stay], BLOCK)]
+        kept += [stay[g] for g in similar_groups(x[stay], BLOCK)]
         if len(go):
-            gone += [rest[go[g]] for g in similar_groups(x[go], group, step=4)]
-    back, gone = _second_look(stats, head, gone, reserve)
-    _merge(gone, max_groups)
-    return np.concatenate([always, *kept, *back, tail]), len(always), gone
+            gone += [go[g] for g in similar_groups(x[go], group, step=4)]
+    more = free // BLOCK - blocks
+    back = _second_look(stats, head, [rest[g] for g in gone], more * BLOCK)
+    if back:
+        stay = np.concatenate([gone[e] for e in back])
+        gone = [g for e, g in enumerate(gone) if e not in back]
+        # Whole blocks of similar rows again; what is left over goes.
+        made = [stay[g] for g in similar_groups(x[stay], BLOCK)]
+        whole = sum(len(g) == BLOCK for g in made[:more])
+        kept, gone = kept + made[:whole], gone + made[whole:]
+    groups = [rest[g] for g in gone]
+    _merge(groups, max_groups)
+    order = np.concatenate([always, *(rest[g] for g in kept), tail])
+    return order, len(always), groups
 
 
-def _second_look(
-    stats: Stats, head: int, groups: list[Rows], reserve: int
-) -> tuple[list[Rows], list[Rows]]:
-    """Groups, up to ``reserve`` rows, that stay after all, since recent queries would have asked
-    for them most; and the others."""
+def _second_look(stats: Stats, head: int, groups: list[Rows], reserve: int) -> list[int]:
+    """Of groups that would go: those, ``reserve`` rows or a little more, that stay after all, since
+    recent queries would have asked for them most."""
     if not groups or not reserve:
-        return [], groups
+        return []
     keys, values = stats.keys[head], stats.values[head]
     made = [summarise(keys[g][None], values[g][None]) for g in groups]
     entries, figures = (np.concatenate(part) for part in zip(*made, strict=True))
     sizes = np.array([len(g) for g in groups])
     order = np.argsort(-Judged(stats, head, groups, entries, figures).loss / sizes)
-    stay = set(order[np.cumsum(sizes[order]) <= reserve].tolist())
-    return [groups[e] for e in sorted(stay)], [g for e, g in enumerate(groups) if e not in stay]
+    before = np.cumsum(sizes[order]) - sizes[order]
+    return sorted(order[before < reserve].tolist())
 
 
 def _merge(groups: list[Rows], most: int | None) -> None:

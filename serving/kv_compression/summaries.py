@@ -13,7 +13,7 @@ from serving.kv_compression.history import Stats
 
 Halves = NDArray[np.float16]
 # No entry is judged worse than this many times the variance it expects.
-_WORST = 50.0
+_WORST = 1e4
 
 
 def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Floats]:
