@@ -19,6 +19,7 @@ from serving.engine.native import register
 Array = NDArray[Any]
 DENSE = ("q", "k_new", "v_new", "past_k", "past_v", "seqlens", "total_len", "positions")
 MORE = ("kv_rows", "summaries", "stats", "epsilon", "factor")
+HOST = ("host_k", "host_v", "host_rows", "host_first")
 IN_PLACE = ("past_k", "past_v", "summaries", "stats")
 ANSWERS = ("error_bound", "mass_read", "rows_read", "chosen")
 KINDS = {
@@ -26,6 +27,8 @@ KINDS = {
     "total_len": TensorProto.INT32,
     "positions": TensorProto.INT64,
     "kv_rows": TensorProto.INT32,
+    "host_rows": TensorProto.INT32,
+    "host_first": TensorProto.INT32,
     "rows_read": TensorProto.INT32,
     "summaries": TensorProto.FLOAT16,
     "present_summaries": TensorProto.FLOAT16,
@@ -82,7 +85,7 @@ class AttentionOp:
             "epsilon": np.zeros(0, np.float32),
             "factor": np.zeros(0, np.float32),
         }
-        return self._bind(self._inputs(q, slot_k, slot_v, row) | none)
+        return self._bind(self._inputs(q, slot_k, slot_v, row) | none | self._no_host())
 
     def sparse(
         self,
@@ -96,9 +99,10 @@ class AttentionOp:
         stats: Array,
         epsilon: float,
         factor: float,
+        host: dict[str, Array] | None = None,
     ) -> BoundStep:
         """As ``dense``, over the first ``rows`` [Hk] rows of each slot, with the entries
-        summaries [Hk, S, 3*d] and stats [Hk, S, 2]."""
+        summaries [Hk, S, 3*d] and stats [Hk, S, 2]; ``host``: the op's inputs of that name."""
         more = {
             "kv_rows": np.asarray(rows, np.int32)[None],
             "summaries": summaries[None],
@@ -106,7 +110,12 @@ class AttentionOp:
             "epsilon": np.array([epsilon], np.float32),
             "factor": np.array([factor], np.float32),
         }
-        return self._bind(self._inputs(q, slot_k, slot_v, row) | more)
+        return self._bind(self._inputs(q, slot_k, slot_v, row) | more | (host or self._no_host()))
+
+    def _no_host(self) -> dict[str, Array]:
+        nothing = np.zeros((0, self.sizes.Hk, 0), np.int32)
+        memory = dict.fromkeys(HOST[:2], np.zeros(0, np.float32))
+        return memory | dict.fromkeys(HOST[2:], nothing)
 
     def _inputs(
         self, q: Array, slot_k: Array, slot_v: Array, row: tuple[Array, Array]
@@ -149,7 +158,7 @@ class AttentionOp:
 def _model(sizes: Sizes) -> onnx.ModelProto:
     g = Nodes("ort")
     presents = [f"present_{n.removeprefix('past_')}" for n in IN_PLACE]
-    names = {n: n for n in (*MORE, *presents[2:], *ANSWERS)}
+    names = {n: n for n in (*MORE, *HOST, *presents[2:], *ANSWERS)}
     compressed_sparse_attention(
         g,
         "o",
@@ -170,7 +179,7 @@ def _model(sizes: Sizes) -> onnx.ModelProto:
     graph = helper.make_graph(
         g.nodes,
         "step",
-        info((*DENSE, *MORE)),
+        info((*DENSE, *MORE, *HOST)),
         info(("o", *presents, *ANSWERS)),
         initializer=list(g.constants.values()),
     )

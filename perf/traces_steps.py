@@ -1,8 +1,8 @@
 """Decode steps of a trace under a policy: what they answer, how far off, what they read.
 
-Our steps follow ``plugins.compressed_sparse_attention.ref`` with all steps' scores taken at once,
-and its growth over time: evicted groups that a step asks for come back from the host copy and stay
-(a test compares one step with the op's reference).
+Our steps follow ``plugins.compressed_sparse_attention.ref`` with all steps' scores taken at once:
+evicted groups that a step asks for are read from the host copy (a test compares them with the op's
+reference).
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from serving.kv_compression.history import Mask
 
 GROUP = HEADS // KV_HEADS
 RECENT = 2
-# Steps after which a fetched group that no step read goes again.
-PATIENCE = 2
 ALL_ROWS = 0.986
 
 
@@ -34,8 +32,8 @@ class Outcome:
     error: relative L2 of the output; read, estimated: mass of rows read exactly, and of the others
     as far as their estimate covers it; rows: read by the head's group; entries: summaries scored;
     stage: 0 some retained rows, 1 all retained, 2 evicted rows fetched, 3 every row read;
-    fetched: rows brought back at this step; kept: rows in the slot, fetched ones included; recalled
-    [asked, Hk]; summary_bytes: over the bytes of T rows.
+    fetched: rows read from the host copy; kept: rows in the slot, and those fetched at this step;
+    recalled [asked, Hk]; summary_bytes: over the bytes of T rows.
     """
 
     error: Any
@@ -168,15 +166,12 @@ def bounded(
     summary_bytes = 0.0
     for h, e in enumerate(entries):
         slot = np.arange(len(e.sizes)) < e.slot_blocks
-        last_read = np.where(slot, STEPS, -STEPS)
         for s in range(STEPS):
-            back = last_read >= s - PATIENCE
             rows = slice(s * GROUP, (s + 1) * GROUP)
             unread, _, o, left = _step(e, rows, _limit(e.sound, epsilon, factor))
-            new = ~unread & ~back
-            every = not unread.any()
-            retained_read = not unread[back].any()
-            stage = 3 if every else 2 if new.any() else 1 if retained_read else 0
+            fetched = ~unread & ~slot
+            all_retained = not unread[slot].any()
+            stage = 3 if not unread.any() else 2 if fetched.any() else int(all_retained)
             true_mass, total = e.mass[rows], truth.total[h, rows]
             error = np.linalg.norm(o - truth.output[h, rows], axis=1) / truth.size[h, rows]
             out["error"][h, rows] = error
@@ -187,13 +182,12 @@ def bounded(
             out["rows"][h, rows] = e.sizes[~unread].sum() / truth.length
             out["entries"][h, rows] = len(e.sizes)
             out["stage"][h, rows] = stage
-            out["fetched"][h, rows] = e.sizes[new].sum() / truth.length
+            out["fetched"][h, rows] = e.sizes[fetched].sum() / truth.length
             if truth.trace.asked[s] >= 0:
                 row = truth.trace.asked[s]
                 where = next(i for i, m in enumerate(e.members) if row in m)
                 recalled[np.searchsorted(asked, s), h] = not unread[where]
-            out["kept"][h, rows] = e.sizes[back | new].sum() / truth.length
-            last_read = np.where(~unread, np.maximum(last_read, s), last_read)
+            out["kept"][h, rows] = e.sizes[slot | fetched].sum() / truth.length
         size = entry_bytes(*(a.shape[2] for a in (truth.trace.keys, truth.trace.values)))
         row_bytes = 4 * sum(a.shape[2] for a in (truth.trace.keys, truth.trace.values))
         summary_bytes += len(e.sizes) * size / (truth.length * row_bytes) / KV_HEADS

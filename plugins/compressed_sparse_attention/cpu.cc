@@ -42,14 +42,17 @@ struct Compression {
   float *error_bound = nullptr, *mass_read = nullptr;  // [B, Hq]
   int32_t* rows_read = nullptr;                        // [B, Hk]
   uint8_t* chosen = nullptr;                           // [B, Hk, S]
+  ScatteredRows host{};                                // at: [B, Hk, count]
+  int64_t host_size = 0;
+  const int32_t* host_first = nullptr;  // [B, Hk, S]
 };
 
 class CompressedSparseAttention {
  public:
   static constexpr const char* kName = "CompressedSparseAttention";
   static constexpr ONNXTensorElementDataType kInputs[] = {
-      kFloat, kFloat, kFloat, kFloat,   kFloat, kInt32, kInt32,
-      kInt64, kInt32, kFloat16, kFloat, kFloat, kFloat};
+      kFloat,   kFloat, kFloat, kFloat, kFloat, kInt32, kInt32, kInt64, kInt32,
+      kFloat16, kFloat, kFloat, kFloat, kFloat, kFloat, kInt32, kInt32};
   static constexpr ONNXTensorElementDataType kOutputs[] = {
       kFloat, kFloat, kFloat, kFloat16, kFloat, kFloat, kFloat, kInt32, kUint8};
   static constexpr size_t kRequiredInputs = 7, kRequiredOutputs = 3;
@@ -120,7 +123,7 @@ class CompressedSparseAttention {
                            attributes, 4, 7, 3);
   }
 
-  // The last five inputs and six outputs; the answers of dense steps are filled in here.
+  // The last nine inputs and six outputs; the answers of dense steps are filled in here.
   Compression compression(const Ort::KernelContext& context, int64_t B, int64_t dk,
                           int64_t dv) const {
     Compression c;
@@ -138,6 +141,7 @@ class CompressedSparseAttention {
       c.rows = context.GetInput(8).GetTensorData<int32_t>();
       c.epsilon = context.GetInput(11).GetTensorData<float>();
       c.factor = context.GetInput(12).GetTensorData<float>();
+      add_host(context, Shape{B, Hk_, S}, dk, dv, c);
     }
     if (context.GetOutputCount() < 9) return c;
     c.entry = present<uint16_t>(context, 9, 3);
@@ -156,6 +160,22 @@ class CompressedSparseAttention {
       std::fill_n(c.chosen + b * Hk_ * S, Hk_ * S, uint8_t{0});
     }
     return c;
+  }
+
+  void add_host(const Ort::KernelContext& context, const Shape& entries, int64_t dk, int64_t dv,
+                Compression& c) const {
+    if (context.GetInputCount() <= 16 || shape(context.GetInput(13)).at(0) == 0) return;
+    const Shape rows = shape(context.GetInput(15));
+    c.host_size = shape(context.GetInput(13)).at(0);
+    if (shape(context.GetInput(14)) != Shape{c.host_size} || rows.size() != 3 ||
+        Shape{rows[0], rows[1]} != Shape{entries[0], entries[1]} ||
+        shape(context.GetInput(16)) != entries || dk != dv) {
+      throw std::invalid_argument("the shapes of the host's inputs do not fit");
+    }
+    c.host = {context.GetInput(13).GetTensorData<float>(),
+              context.GetInput(14).GetTensorData<float>(),
+              context.GetInput(15).GetTensorData<int32_t>(), rows[2]};
+    c.host_first = context.GetInput(16).GetTensorData<int32_t>();
   }
 
   // An output of the shape of an input, a copy of it where it is not the same memory.
@@ -258,8 +278,11 @@ class CompressedSparseAttention {
         kernels_->summarise(block, slots.dk, slots.dv, c.factor[b] == 0, entry + left * size,
                             stats + left * 2);
       }
-      const SparseStep step{slots.rows(head, 0, rows[head]), slots.C,      entry, stats, S,
-                            c.epsilon[b],                     c.factor[b]};
+      ScatteredRows host = c.host;
+      if (host.count) host.at += head * host.count;
+      const SparseStep step{slots.rows(head, 0, rows[head]), slots.C, entry, stats, S,
+                            c.epsilon[b], c.factor[b], host, c.host_size,
+                            c.host_first ? c.host_first + head * S : nullptr};
       sparse_attention(*kernels_, queries(slots, head, 0, G), step,
                        {o + head * G * slots.dv, c.error_bound + head * G,
                         c.mass_read + head * G, c.rows_read + head, c.chosen + head * S});

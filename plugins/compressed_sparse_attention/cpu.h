@@ -9,6 +9,7 @@ namespace hybrid {
 constexpr int64_t kBlock = 32;     // rows of a block
 constexpr int64_t kMaxGroup = 64;  // query heads that share a K/V head
 constexpr int64_t kRecent = 2;     // last blocks of a slot that are always read
+constexpr int64_t kUnit = 8;       // floats; where rows of the host start is counted in these
 
 // The G query heads that share one K/V head. Every buffer of theirs has rows of `stride` floats,
 // a multiple of 16 that holds dk and dv; what lies beyond is zero.
@@ -20,6 +21,13 @@ struct Heads {
 // The rows of a slot that count: k [rows, dk], v [rows, dv].
 struct Rows {
   const float *k, *v;
+  int64_t count;
+};
+
+// Rows that lie anywhere: row i at k + kUnit * at[i] and v + kUnit * at[i].
+struct ScatteredRows {
+  const float *k, *v;
+  const int32_t* at;
   int64_t count;
 };
 
@@ -52,6 +60,7 @@ struct AttentionKernels {
   void (*clear)(const Heads&, Partial);
   // Attends as well to `count` blocks of kBlock rows, those that `ids` lists (null: the first).
   void (*attend)(const Heads&, Rows, const int32_t* ids, int64_t count, Partial);
+  void (*attend_scattered)(const Heads&, ScatteredRows, Partial);
   // Adds what another part of the rows gave.
   void (*merge)(const Heads&, Partial other, Partial);
   // o [G, dv], divided by the weight.
@@ -91,6 +100,9 @@ struct SparseStep {
   const float* stats;              // [S, 2]
   int64_t S;
   float epsilon, factor;           // factor 0: the summaries are sound ones
+  ScatteredRows host;              // evicted rows; none of them: what is gone stays gone
+  int64_t host_size;               // floats of host.k and of host.v
+  const int32_t* host_first;       // [S]
 };
 
 struct SparseAnswer {

@@ -92,11 +92,12 @@ inline void eight_rows(const float* q, int64_t G, int64_t stride, const T* const
   if (g < G) tile<8, 1, Term>(q + g * stride, stride, row, d, out + g * out_stride, out_stride, ahead);
 }
 
-// scores [G, kTile] of up to kTile rows; those beyond the last are kNone.
-inline void score(const Heads& h, const float* k, int64_t rows, float* scores, Ahead ahead) {
+// scores [G, kTile] of up to kTile rows; those beyond the last are kNone. `k(r)` is where one starts.
+template <class Row>
+inline void score(const Heads& h, Row k, int64_t rows, float* scores, Ahead ahead) {
   const float* row[8];
   for (int64_t r0 = 0; r0 < rows; r0 += 8) {
-    for (int64_t r = 0; r < 8; ++r) row[r] = k + (r0 + r < rows ? r0 + r : rows - 1) * h.dk;
+    for (int64_t r = 0; r < 8; ++r) row[r] = k(r0 + r < rows ? r0 + r : rows - 1);
     eight_rows<Product>(h.q, h.G, h.stride, row, h.dk, scores + r0, kTile, ahead);
   }
   for (int64_t g = 0; g < h.G; ++g) {
@@ -217,12 +218,34 @@ void attend(const Heads& h, Rows rows, const int32_t* ids, int64_t count, Partia
     const int64_t first = first_row(tile), left = rows.count - first;
     if (left <= 0) continue;
     const int64_t n = left < kTile ? left : kTile;
-    const float* v = rows.v + first * h.dv;
+    const float *k = rows.k + first * h.dk, *v = rows.v + first * h.dv;
     const float* next_k = rows.k + first_row(tile + 1) * h.dk;
-    score(h, rows.k + first * h.dk, n, scores, {v, v + n * h.dv});
+    score(h, [&](int64_t r) { return k + r * h.dk; }, n, scores, {v, v + n * h.dv});
     weigh(h, scores, part);
     gather(h.G, scores, kTile, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
            {next_k, next_k + kTile * h.dk});
+  }
+}
+
+void attend_scattered(const Heads& h, ScatteredRows rows, Partial part) {
+  alignas(64) float scores[kMaxGroup * kTile];
+  const Ahead none{nullptr, nullptr};
+  const auto fetch = [&](int64_t first) {
+    for (int64_t r = first; r < first + kTile && r < rows.count; ++r) {
+      const int64_t at = kUnit * rows.at[r];
+      for (int64_t i = 0; i < h.dk; i += 16) __builtin_prefetch(rows.k + at + i);
+      for (int64_t i = 0; i < h.dv; i += 16) __builtin_prefetch(rows.v + at + i);
+    }
+  };
+  fetch(0);
+  for (int64_t first = 0; first < rows.count; first += kTile) {
+    fetch(first + kTile);
+    const int64_t left = rows.count - first, n = left < kTile ? left : kTile;
+    const auto k = [&](int64_t r) { return rows.k + kUnit * rows.at[first + r]; };
+    const auto v = [&](int64_t r) { return rows.v + kUnit * rows.at[first + r]; };
+    score(h, k, n, scores, none);
+    weigh(h, scores, part);
+    gather(h.G, scores, kTile, v, n, h.dv, part.o, h.stride, none);
   }
 }
 
@@ -429,8 +452,8 @@ void summarise(Rows rows, int64_t dk, int64_t dv, bool sound, uint16_t* entry, f
 }  // namespace
 
 extern const AttentionKernels attention_kernels = {
-    clear,   attend,         merge,     finish, score_entries, masses,
-    highest, gather_entries, distances, errors, summarise,
+    clear,  attend,  attend_scattered, merge,     finish, score_entries,
+    masses, highest, gather_entries,   distances, errors, summarise,
 };
 
 }  // namespace hybrid::FORM

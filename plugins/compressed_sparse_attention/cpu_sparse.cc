@@ -146,20 +146,38 @@ class Search {
     std::vector<int32_t> blocks;
     for (size_t i = 0; i < ids_.size(); ++i) {
       if (state_[i] != kWanted) continue;
+      const int32_t j = ids_[i];
       x_.open[i] = 0;
-      if (ids_[i] < blocks_) {
-        state_[i] = kRead;
-        blocks.push_back(ids_[i]);
-        for (int64_t g = 0; g < h_.G; ++g) {
-          x_.mean[g * stride_ + i] = -1e30f;
-          x_.width[g * stride_ + i] = 0;
-        }
-      } else {
-        state_[i] = kEvicted;
-        answer_.chosen[ids_[i]] = 1;
+      answer_.chosen[j] = 1;
+      if (j < blocks_) {
+        blocks.push_back(j);
+      } else if (!read_from_host(j)) {
+        state_[i] = kMissing;
+        continue;
+      }
+      state_[i] = kRead;
+      for (int64_t g = 0; g < h_.G; ++g) {
+        x_.mean[g * stride_ + i] = -1e30f;
+        x_.width[g * stride_ + i] = 0;
       }
     }
     return blocks;
+  }
+
+  // An evicted group; false where the host does not have it.
+  bool read_from_host(int32_t j) {
+    const ScatteredRows& all = step_.host;
+    const int64_t first = all.count ? step_.host_first[j] : -1;
+    const int64_t count = static_cast<int64_t>(step_.stats[2 * j]);
+    if (first < 0 || first + count > all.count) return false;
+    const ScatteredRows rows{all.k, all.v, all.at + first, count};
+    const int64_t last = (step_.host_size - h_.dk) / kUnit;
+    for (int64_t i = 0; i < count; ++i) {
+      if (rows.at[i] < 0 || rows.at[i] > last) return false;
+    }
+    kernels_.attend_scattered(h_, rows, read_part_);
+    rows_read_ += count;
+    return true;
   }
 
   // The largest t for which the open entries with e < t are within the limit together. A histogram
@@ -204,8 +222,8 @@ class Search {
     *answer_.rows_read = rows_read_;
   }
 
-  // kEvicted: chosen, but in no slot: still estimated.
-  enum State : uint8_t { kUnread, kWanted, kRead, kEvicted };
+  // kMissing: chosen, but not to be had: still estimated.
+  enum State : uint8_t { kUnread, kWanted, kRead, kMissing };
 
   const AttentionKernels& kernels_;
   const Heads& h_;

@@ -10,7 +10,7 @@ Attributes  num_heads (Hq), kv_num_heads (Hk), scale, local_window_size (rows a 
 
 With no new rows (replay) nothing is written and the queries stand at the last T positions.
 
-Overload ``compressed`` has five more inputs and six more outputs (``Compression``):
+Overload ``compressed`` has nine more inputs and six more outputs (``Compression``):
 
 Inputs   kv_rows [B, Hk] int32: rows of each slot that count, this step's included. They replace
          seqlens and total_len, and need not be the same for all heads; the new row is written as
@@ -18,15 +18,18 @@ Inputs   kv_rows [B, Hk] int32: rows of each slot that count, this step's includ
          summaries [B, Hk, S, 2*dk + dv] fp16, stats [B, Hk, S, 2] fp32: see ref.py; S >= C / 32,
          epsilon [B] fp32: relative error of o allowed to each sequence; 0: all rows are read, the
          summaries are not (bit-equal to a dense step over as many rows),
-         factor [B] fp32: of the calibrated bound; 0: the summaries are of the sound kind
+         factor [B] fp32: of the calibrated bound; 0: the summaries are of the sound kind,
+         host_k, host_v [N] fp32, host_rows [B, Hk, R] int32, host_first [B, Hk, S] int32: memory
+         from which evicted rows are read where they are asked for, see ``Host`` of ref.py; N = 0:
+         there is none
 Outputs  present_summaries, present_stats (may alias). When this step's row is the first of a block,
          the entry of the block that is now third from the end is written: it is the one that from
          now on may be left unread,
          error_bound, mass_read [B, Hq] fp32, rows_read [B, Hk] int32, chosen [B, Hk, S] uint8: see
          ``SparseStep`` of ref.py
 
-All five of zero size (B = S = 0): a dense step, of any T. Else T is 1. A compressed step runs in
-the CPU kernel alone; the body is dense attention over seqlens, whatever the five say.
+All nine of zero size (B = S = 0): a dense step, of any T. Else T is 1. A compressed step runs in
+the CPU kernel alone; the body is dense attention over seqlens, whatever they say.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ NAME = "CompressedSparseAttention"
 _INPUTS = ["q", "k_new", "v_new", "past_k", "past_v", "seqlens", "total_len", "positions"]
 _OUTPUTS = ["o", "present_k", "present_v"]
 _MORE_INPUTS = ["kv_rows", "summaries", "stats", "epsilon", "factor"]
+_MORE_INPUTS += ["host_k", "host_v", "host_rows", "host_first"]
 _MORE_OUTPUTS = ["present_summaries", "present_stats", "error_bound", "mass_read", "rows_read"]
 _MORE_OUTPUTS += ["chosen"]
 _ATTRIBUTES = {
@@ -62,6 +66,10 @@ class Compression:
     stats: str
     epsilon: str
     factor: str
+    host_k: str
+    host_v: str
+    host_rows: str
+    host_first: str
     present_summaries: str
     present_stats: str
     error_bound: str

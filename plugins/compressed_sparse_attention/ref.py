@@ -78,9 +78,9 @@ class SparseStep:
     o [B, Hq, dv]; error_bound [B, Hq]: relative L2 error of o (``sound``: never more; else times
     calibrated ``factor``: rarely more; inf: nothing is known), 0 when every row was read;
     mass_read [B, Hq]: share of the (estimated) softmax mass that was read exactly;
-    rows_read [B, Hk]: slot rows read; chosen [B, Hk, S] uint8: 1 = this entry was read (slot
-    entries) or would have to be (evicted ones: fetch these groups and run the step again).
-    ``error_bound <= epsilon`` wherever no evicted entry is chosen.
+    rows_read [B, Hk]: rows read, of the slot and of the host; chosen [B, Hk, S] uint8: 1 = this
+    entry was read, or, where the host does not have its rows, would have to be.
+    ``error_bound <= epsilon`` wherever no such entry is chosen.
     """
 
     o: Array
@@ -88,6 +88,27 @@ class SparseStep:
     mass_read: Array
     rows_read: Ints
     chosen: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Host:
+    """Memory beside the slots that still has the evicted rows; dk = dv.
+
+    k, v [N]: flat; rows [B, Hk, R] int32: where each row starts in both, in units of 8 values;
+    first [B, Hk, S] int32: the rows of entry j are ``rows[first_j : first_j + count_j]``; below 0
+    they cannot be had.
+    """
+
+    k: Array
+    v: Array
+    rows: Ints
+    first: Ints
+
+    def read(self, b: int, h: int, entry: int, count: int, dim: int) -> tuple[Array, Array]:
+        """k [count, dim], v [count, dim] of an entry."""
+        first = int(self.first[b, h, entry])
+        at = self.rows[b, h, first : first + count, None] * 8 + np.arange(dim)
+        return self.k[at], self.v[at]
 
 
 def summarise(k: Array, v: Array, *, sound: bool = False) -> tuple[Array, Array]:
@@ -133,6 +154,7 @@ def sparse_decode_attention(
     factor: float = 1.0,
     recent: int = 2,
     sound: bool = False,
+    host: Host | None = None,
 ) -> SparseStep:
     """One decode step (T = 1): the blocks that matter exactly, the rest by their summaries.
 
@@ -167,12 +189,12 @@ def sparse_decode_attention(
     1. The always-read blocks are read. Every other entry is estimated.
     2. Each head's e_j are sorted, largest first (ties: the lower index); it chooses the fewest
        entries from the front such that the sum of the rest is within its limit.
-    3. The blocks chosen by any head of a kv head's group are read for all of them. Evicted entries
-       that are chosen cannot be: they stay estimates (and in error_bound), and no longer count
-       against the limit.
+    3. The blocks chosen by any head of a kv head's group are read for all of them, evicted groups
+       from the ``host``. Those it does not have stay estimates (and in error_bound), and no longer
+       count against the limit.
     4. With the masses now known, e_j of what is unread and not chosen is taken again; while a head
-       of the group breaks its limit, 2 and 3 are repeated for it. After the third time every slot
-       block is read and every evicted entry of a head that still breaks it is chosen.
+       of the group breaks its limit, 2 and 3 are repeated for it. After the third time every
+       entry is chosen for a head that still breaks it.
 
     A fast form may use fp32 throughout and shift all exponents by a maximum.
     """
@@ -195,17 +217,27 @@ def sparse_decode_attention(
         always[max(used - recent, 0) : used] = True
         always |= live & np.isinf(stats[b, h, :, 1])
         group = slice(h * Hq // Hk, (h + 1) * Hq // Hk)
+        # Rows that can be read, and the entry of each.
+        parts = [(k[b, h, :n], v[b, h, :n])]
+        owner, readable = [np.arange(n) // BLOCK], np.arange(S) < blocks
+        for j in range(blocks, S):
+            if host is not None and live[j] and host.first[b, h, j] >= 0:
+                parts.append(host.read(b, h, j, int(stats[b, h, j, 0]), k.shape[3]))
+                owner.append(np.full(len(parts[-1][0]), j))
+                readable[j] = True
+        keys, values = (np.concatenate(x).astype(np.float64) for x in zip(*parts, strict=True))
         state = _Group(
             np.asarray(q[b, group], np.float64) * scale,
-            np.asarray(k[b, h, :n], np.float64),
-            np.asarray(v[b, h, :n], np.float64),
+            keys,
+            values,
+            np.concatenate(owner),
             np.where(live[:, None], summaries[b, h], 0).astype(np.float64),
             np.where(live[:, None], stats[b, h], 0).astype(np.float64),
             sound,
         )
         limit = epsilon / (1 + epsilon) if sound else (epsilon / factor) ** 2
-        chosen, in_slot = always.copy(), np.arange(S) < blocks
-        read = chosen & in_slot
+        chosen = always.copy()
+        read = chosen & readable
         for attempt in range(4):
             open_ = live & ~chosen
             o, mass_read, e = state.attend(read, live & ~read)
@@ -217,7 +249,7 @@ def sparse_decode_attention(
                 order = rest[np.argsort(-e[g, rest], kind="stable")]
                 tail = np.cumsum(e[g, order][::-1])[::-1]
                 chosen[order[tail > limit] if attempt < 3 else order] = True
-            read = chosen & in_slot
+            read = chosen & readable
         else:
             o, mass_read, e = state.attend(read, live & ~read)
         left = e[:, live & ~read].sum(1)
@@ -226,19 +258,22 @@ def sparse_decode_attention(
             bound = np.where(left < 1, left / (1 - left), np.inf) if sound else factor * left**0.5
         step.error_bound[b, group] = bound
         step.chosen[b, h] = chosen
-        step.rows_read[b, h] = np.repeat(read[:blocks], BLOCK)[:n].sum()
+        step.rows_read[b, h] = read[state.owner].sum()
     return step
 
 
 class _Group:
     """The query heads of one kv head: scores of its rows and summaries, in float64."""
 
-    def __init__(self, q: Array, k: Array, v: Array, entry: Array, stats: Array, sound: bool):
-        """q [G, dk] scaled, k [n, dk], v [n, dv], entry [S, 2*dk + dv], stats [S, 2]."""
+    def __init__(
+        self, q: Array, k: Array, v: Array, owner: Ints, entry: Array, stats: Array, sound: bool
+    ) -> None:
+        """q [G, dk] scaled, k [n, dk], v [n, dv], owner [n]: the entry of each row,
+        entry [S, 2*dk + dv], stats [S, 2]."""
         dk = q.shape[1]
         centre, spread, self.mean_v = np.split(entry, [dk, 2 * dk], axis=1)
         self.count, self.value_spread, self.sound = stats[:, 0], stats[:, 1], sound
-        self.v, self.score = v, q @ k.T
+        self.v, self.owner, self.score = v, owner, q @ k.T
         mean = q @ centre.T
         if sound:
             half = np.abs(q) @ spread.T
@@ -252,7 +287,7 @@ class _Group:
 
     def attend(self, read: NDArray[np.bool_], unread: NDArray[np.bool_]) -> tuple[Array, ...]:
         """o [G, dv], mass_read [G], e [G, S] (0 where not ``unread``)."""
-        p = self.p * np.repeat(read, BLOCK)[: self.p.shape[1]]
+        p = self.p * read[self.owner]
         m = np.where(unread, (self.low + self.high) / 2, 0)
         z = p.sum(1) + m.sum(1)
         o = (p @ self.v + m @ self.mean_v) / z[:, None]

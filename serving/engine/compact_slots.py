@@ -2,14 +2,13 @@
 
 Per attention layer i, beside K/V and as the graph names them: kv_rows_i [rows, Hk] int32 (slot rows
 in use, the step's own included), summaries_i [rows, Hk, S, 2*dk + dv] float16 and stats_i
-[rows, Hk, S, 2]; entries of the slot's blocks come first, then those of evicted groups (see
-``plugins.compressed_sparse_attention.ref``).
+[rows, Hk, S, 2]; entries of the slot's blocks come first, then those of evicted groups;
+host_rows_i [rows, Hk, R] and host_first_i [rows, Hk, S] int32: where the rows of these lie in
+host_key_i, host_value_i [N] (see ``plugins.compressed_sparse_attention.ref``).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,8 @@ class CompactSlots(SlotClass):
         self.blocks, self.groups = -(-capacity // BLOCK), -(-longest // GROUP)
         self.summaries: dict[str, NDArray[Any]] = {}
         self.counts: dict[str, NDArray[np.int32]] = {}
+        self.host: dict[str, NDArray[np.int32]] = {}
+        self._memory: dict[str, Floats] = {}
         self.epsilon = np.zeros(rows, np.float32)
         self.factor = np.ones(rows, np.float32)
         entries = self.blocks + self.groups
@@ -50,13 +51,43 @@ class CompactSlots(SlotClass):
             self.counts[f"kv_rows_{i}"] = np.zeros((rows, heads), np.int32)
             self.summaries[f"summaries_{i}"] = np.zeros((rows, heads, entries, width), np.float16)
             self.summaries[f"stats_{i}"] = np.zeros((rows, heads, entries, 2), np.float32)
+            self.host[f"host_rows_{i}"] = np.zeros((rows, heads, longest), np.int32)
+            self.host[f"host_first_{i}"] = np.full((rows, heads, entries), -1, np.int32)
+            for name in ("key", "value"):
+                self._memory[f"host_{name}_{i}"] = np.zeros(0, np.float32)
         super().__init__(spec, capacity, rows)
 
     def buffers(self) -> dict[str, Any]:
         return super().buffers() | self.summaries
 
     def inputs(self) -> dict[str, Any]:
-        return self.counts | {"epsilon": self.epsilon, "bound_factor": self.factor}
+        return self.counts | self.host | {"epsilon": self.epsilon, "bound_factor": self.factor}
+
+    def memory(self) -> dict[str, Any]:
+        return self._memory
+
+    def read_from(self, memory: dict[str, Floats]) -> None:
+        """Where evicted rows lie from now on; what lay elsewhere cannot be had any more."""
+        self._memory = memory
+        self.bindings.clear()
+        for row in range(self.rows):
+            self.lose_host(row)
+
+    def lose_host(self, row: int) -> None:
+        """What this sequence's steps ask for cannot be had."""
+        for name, first in self.host.items():
+            if name.startswith("host_first"):
+                first[row] = -1
+
+    def place(self, row: int, i: int, head: int, parts: list[Rows]) -> None:
+        """Where the rows of a head's evicted groups start, group by group (empty: it is back)."""
+        sizes = [len(part) for part in parts]
+        rows = np.concatenate([*parts, np.zeros(0, np.int64)])
+        first = self.host[f"host_first_{i}"][row, head, self.blocks :]
+        first[:] = -1
+        if rows.max(initial=0) <= np.iinfo(np.int32).max:
+            self.host[f"host_rows_{i}"][row, head, : len(rows)] = rows
+            first[: len(parts)] = np.cumsum([0, *sizes])[:-1]
 
     def outputs(self, batch: int) -> dict[str, Any]:
         """error_bound_i [B, Hq], rows_read_i [B, Hk], chosen_i [B, Hk, S] of a step."""
@@ -86,23 +117,10 @@ class CompactSlots(SlotClass):
         self.counts[f"kv_rows_{i}"][row] = made.rows()
         self.hold(row, np.array([made.rows().max()]))
 
-    @contextlib.contextmanager
-    def step(self, count: int) -> Iterator[Callable[[], None]]:
-        """The first ``count`` rows take a step: one more K/V row for every head. Yields a function
-        that takes it back."""
-        before = {name: array[:count].copy() for name, array in self.states.items()}
-        self._grow(count, 1)
-
-        def undo() -> None:
-            self._grow(count, -1)
-            for name, array in self.states.items():
-                array[:count] = before[name]
-
-        yield undo
-
-    def _grow(self, count: int, by: int) -> None:
+    def grow(self, count: int) -> None:
+        """The first ``count`` rows take a step: one more K/V row for every head."""
         for rows in self.counts.values():
-            rows[:count] += by
+            rows[:count] += 1
 
     def bring_back(
         self, row: int, i: int, head: int, entries: list[int], keys: Floats, values: Floats

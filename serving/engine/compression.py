@@ -1,11 +1,12 @@
-"""A sequence's own, smaller view of its K/V: compacted after prefill, grown when a step asks.
+"""A sequence's own, smaller view of its K/V: compacted after prefill, grown when steps keep asking.
 
-The prompt's K/V stays in the prefix cache, pinned: that is the host copy from which evicted rows
-come back, and what the next request with the same prefix hits in full.
+The prompt's K/V stays in the prefix cache, pinned: the host copy, in which steps read evicted rows,
+from which they come back, and which the next request with the same prefix hits in full.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from engine_configs.spec import HybridSpec
 from plugins.compressed_sparse_attention.ref import BLOCK
 from serving.engine.compact_slots import GROUP, RECENT, CompactSlots
+from serving.engine.host_copy import HostCopy
 from serving.engine.requests import Request
 from serving.engine.slots import SlotClass
 from serving.kv_compression.bounds import rows_within
@@ -36,7 +38,14 @@ EVERY, LAST = 16, 32
 SINKS = 4
 # Free slot rows for what comes back, over what is kept.
 HEADROOM = 0.25
+# Steps within which a group is asked for twice if it comes back.
+RETURN = 8
+# So many steps in a row that read over so much of the context, and the sequence goes dense again.
+DENSE_STEPS, DENSE_SHARE = 4, 0.5
+# Seconds between renewals of a pin.
+RENEW = 15.0
 POLICY = ReasoningAware()
+_NONE: Positions = np.zeros(0, np.int64)
 
 
 class Watch:
@@ -67,7 +76,7 @@ class Watch:
 class CompactHeads:
     """rows: slot rows a head is meant to keep; groups[h][e]: positions of an evicted group, empty
     where it is back; positions [Hk, C]: of slot rows, -1 for tokens made since; own: slot rows [Hk]
-    of each of these; read [Hk, C / 32]: the last step that read a slot block."""
+    of each of these; read [Hk, S]: the last step that read an entry's rows."""
 
     rows: int
     groups: list[list[Positions]]
@@ -78,25 +87,18 @@ class CompactHeads:
 
 @dataclass(eq=False)
 class Compacted:
-    """A compacted sequence. match: its prompt of ``length`` tokens, pinned; layers[i]: its heads in
-    attention layer i; stuck: what its steps ask for cannot be had."""
+    """A compacted sequence. match: its prompt of ``length`` tokens, pinned in ``host``, renewed at
+    ``renewed``; layers[i]: its heads in attention layer i; lost: the host copy is gone; wide: last
+    steps, in a row, that read about everything."""
 
     match: Match
+    host: HostCopy
     length: int
     layers: dict[int, CompactHeads]
+    renewed: float = field(default_factory=time.monotonic)
     steps: int = 0
-    stuck: bool = False
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Evicted groups that a step of the sequence in ``row`` would have read."""
-
-    row: int
-    layer: int
-    head: int
-    entries: list[int]
-    positions: Positions
+    lost: bool = False
+    wide: int = 0
 
 
 class Compression:
@@ -114,6 +116,7 @@ class Compression:
         self.spec, self.prefixes, self.slots = spec, prefixes, slots
         self.default, self.factor = default, factor
         self._layers = spec.attention_layers()
+        self._host: HostCopy | None = None
 
     def watch(self, request: Request) -> Watch | None:
         """To be shown the queries of the prompt; None: this request stays dense."""
@@ -162,7 +165,7 @@ class Compression:
         assert isinstance(source, SlotClass)
         length, sound = len(seq.request.tokens) - 1, config.alpha == 0
         target.epsilon[to], target.factor[to] = config.epsilon, 0.0 if sound else self.factor
-        view = Compacted(match, length, {})
+        view = Compacted(match, self._host_copy(), length, {})
         kept = dense = 0
         for i, m in self._layers:
             keys, values = (source.kv[f"past_{n}_{i}"][row, :, :length] for n in ("key", "value"))
@@ -175,6 +178,8 @@ class Compression:
             )  # fmt: skip
             target.take(to, i, made)
             view.layers[i] = _heads(made, rows[i], target)
+            for h in range(m.num_kv_heads):
+                self._place(target, view, to, i, h)
             kept += int(made.rows().sum()) * 8 * m.head_dim + made.summary_bytes()
             dense += m.num_kv_heads * length * 8 * m.head_dim
         for name, states in target.states.items():
@@ -182,52 +187,118 @@ class Compression:
         usage.kv_kept, usage.kv_freed_bytes, usage.derived = kept / dense, dense - kept, True
         return view
 
-    def asked(
+    def _host_copy(self) -> HostCopy:
+        """Of the cache as it is now, which steps of all classes read from now on."""
+        host = self.prefixes.host_copy()
+        if host is not self._host:
+            self._host = host
+            for slots in self.slots:
+                slots.read_from(host.memory())
+        return host
+
+    def _place(self, slots: CompactSlots, view: Compacted, row: int, i: int, h: int) -> None:
+        groups = view.layers[i].groups[h]
+        sizes = np.cumsum([len(g) for g in groups])[:-1]
+        at = view.host.addresses(view.match, i, h, np.concatenate([*groups, _NONE]))
+        slots.place(row, i, h, np.split(at, sizes) if groups else [])
+
+    def before(self, slots: CompactSlots, batch: list[Any]) -> None:
+        """A step of these sequences is about to run."""
+        for row, seq in enumerate(batch):
+            view, now = seq.compacted, time.monotonic()
+            if now > view.renewed + RENEW:
+                self.prefixes.renew(view.match)
+                view.renewed = now
+            if not view.lost and not view.host.holds(view.match):
+                view.lost = True
+                slots.lose_host(row)
+        slots.grow(len(batch))
+
+    def after(
         self, slots: CompactSlots, batch: list[Any], found: Mapping[str, NDArray[Any]]
-    ) -> list[Wanted]:
-        """Evicted groups that a step would have read."""
-        wanted = []
-        for i, _ in self._layers:
-            chosen = found[f"chosen_{i}"][:, :, slots.blocks :]
-            for row, head in np.argwhere(chosen.any(2)).tolist():
-                view = batch[row].compacted
-                groups = [] if view.stuck else view.layers[i].groups[head]
-                entries = np.flatnonzero(chosen[row, head, : len(groups)]).tolist()
-                if entries := [e for e in entries if len(groups[e])]:
-                    positions = np.concatenate([groups[e] for e in entries])
-                    wanted.append(Wanted(row, i, head, entries, positions))
-        return wanted
+    ) -> list[Any]:
+        """Note how a step was answered, bring back what is asked for again and again; returns the
+        sequences that had better be dense."""
+        wide = []
+        for row, seq in enumerate(batch):
+            usage, view = seq.stream.usage, seq.compacted
+            view.steps += 1
+            fetched = total = 0
+            for i, heads in view.layers.items():
+                rows, read = slots.counts[f"kv_rows_{i}"][row], found[f"rows_read_{i}"][row]
+                chosen = found[f"chosen_{i}"][row] > 0
+                heads.own.append(rows - 1)
+                usage.kv_rows_held += int(rows.sum())
+                usage.kv_rows_read += int(read.sum())
+                total += int(read.sum())
+                in_slot = chosen[:, : slots.blocks].sum(1)
+                usage.kv_all_read += int((in_slot == -(-rows // BLOCK)).sum())
+                usage.kv_error = max(usage.kv_error, float(found[f"error_bound_{i}"][row].max()))
+                evicted = chosen[:, slots.blocks :]
+                if evicted.any():
+                    fetched += 1
+                    again = evicted & (heads.read[:, slots.blocks :] > view.steps - RETURN)
+                    self._bring_back(slots, seq, row, i, again)
+                heads.read[chosen] = view.steps
+            usage.kv_fetched += fetched > 0
+            usage.kv_expansions += fetched > 0
+            everything = sum(m.num_kv_heads for _, m in self._layers) * (view.length + view.steps)
+            view.wide = view.wide + 1 if total > DENSE_SHARE * everything else 0
+            if view.wide >= DENSE_STEPS:
+                wide.append(seq)
+        return wide
 
-    def fetch(self, slots: CompactSlots, batch: list[Any], wanted: list[Wanted]) -> list[int]:
-        """Bring groups back from the host copy, in place of what was read longest ago where there
-        is no room; returns the rows of sequences for which that was not possible."""
-        failed = []
-        for row in sorted({w.row for w in wanted}):
-            seq, mine = batch[row], [w for w in wanted if w.row == row]
-            to_come = seq.request.sampling.max_tokens - seq.stream.usage.generated_tokens
-            fits = all(self._make_room(slots, seq.compacted, w, to_come) for w in mine)
-            if not (fits and self._bring_back(slots, seq.compacted, mine)):
-                failed.append(row)
+    def _bring_back(
+        self, slots: CompactSlots, seq: Sequence, row: int, i: int, again: NDArray[np.bool_]
+    ) -> None:
+        """Groups ``again`` [Hk, S - C / 32] of a layer, in place of what was read longest ago where
+        there is no room."""
+        view = seq.compacted
+        assert view is not None
+        if view.lost:
+            return
+        to_come = seq.request.sampling.max_tokens - seq.stream.usage.generated_tokens
+        heads = view.layers[i]
+        for h in np.flatnonzero(again.any(1)).tolist():
+            entries = [e for e in np.flatnonzero(again[h]).tolist() if len(heads.groups[h][e])]
+            positions = np.concatenate([*(heads.groups[h][e] for e in entries), _NONE])
+            if not self._make_room(slots, view, (row, i, h), len(positions), to_come):
                 continue
-            seq.stream.usage.kv_fetched += 1
-            seq.stream.usage.kv_expansions += 1
-        return failed
+            start = slots.bring_back(
+                row, i, h, entries, *view.host.rows(view.match, i, h, positions)
+            )
+            heads.positions[h, start : start + len(positions)] = positions
+            heads.read[h, start // BLOCK : (start + len(positions)) // BLOCK + 1] = view.steps
+            for e in entries:
+                heads.groups[h][e] = _NONE
 
-    def _make_room(self, slots: CompactSlots, view: Compacted, w: Wanted, to_come: int) -> bool:
-        """For the rows of ``w`` and the tokens to come; the kept set shrinks to what it is meant to
-        be where it has outgrown that."""
-        held = int(slots.counts[f"kv_rows_{w.layer}"][w.row, w.head])
-        need = held + len(w.positions) + to_come
-        meant = int(view.layers[w.layer].rows * (1 + HEADROOM))
-        excess = max(need - slots.capacity, held + len(w.positions) - meant)
-        return excess <= 0 or self._shrink(slots, view, w, excess) or need <= slots.capacity
+    def _make_room(
+        self,
+        slots: CompactSlots,
+        view: Compacted,
+        at: tuple[int, int, int],
+        more: int,
+        to_come: int,
+    ) -> bool:
+        """For ``more`` rows of (row, layer, head) and the tokens to come; the kept set shrinks to
+        what it is meant to be where it has outgrown that."""
+        row, i, h = at
+        held = int(slots.counts[f"kv_rows_{i}"][row, h])
+        meant = int(view.layers[i].rows * (1 + HEADROOM))
+        excess = max(held + more + to_come - slots.capacity, held + more - meant)
+        if excess > 0:
+            self._shrink(slots, view, at, excess)
+        return int(slots.counts[f"kv_rows_{i}"][row, h]) + more + to_come <= slots.capacity
 
-    def _shrink(self, slots: CompactSlots, view: Compacted, w: Wanted, excess: int) -> bool:
-        """Evict blocks of prompt rows that no step needs by rule and none read lately; True where
-        ``excess`` rows went."""
-        heads, h = view.layers[w.layer], w.head
-        full = int(slots.counts[f"kv_rows_{w.layer}"][w.row, h]) // BLOCK - RECENT
-        pinned = np.isinf(slots.summaries[f"stats_{w.layer}"][w.row, h, : max(full, 0), 1])
+    def _shrink(
+        self, slots: CompactSlots, view: Compacted, at: tuple[int, int, int], excess: int
+    ) -> None:
+        """Evict about ``excess`` rows: blocks of prompt rows that no step needs by rule, those read
+        longest ago."""
+        row, i, h = at
+        heads = view.layers[i]
+        full = int(slots.counts[f"kv_rows_{i}"][row, h]) // BLOCK - RECENT
+        pinned = np.isinf(slots.summaries[f"stats_{i}"][row, h, : max(full, 0), 1])
         prompt = heads.positions[h, : max(full, 0) * BLOCK].reshape(-1, BLOCK).min(1) >= 0
         free = np.flatnonzero(prompt & ~pinned)
         free = free[np.argsort(heads.read[h, free], kind="stable")][: -(-excess // BLOCK)]
@@ -237,47 +308,15 @@ class Compression:
         blocks = free[: len(entries)]
         for block, e in zip(blocks, entries, strict=True):
             groups[e] = heads.positions[h, block * BLOCK : (block + 1) * BLOCK].copy()
-        left = slots.evict(w.row, w.layer, h, blocks, entries)
+        left = slots.evict(row, i, h, blocks, entries)
         heads.positions[h, : len(left)] = heads.positions[h, left]
         heads.positions[h, len(left) :] = -1
-        stay = np.setdiff1d(np.arange(heads.read.shape[1]), blocks)
+        heads.read[h, slots.blocks + entries] = heads.read[h, blocks]
+        stay = np.setdiff1d(np.arange(slots.blocks), blocks)
         heads.read[h, : len(stay)] = heads.read[h, stay]
         for rows in heads.own:
             rows[h] = np.searchsorted(left, rows[h])
-        return len(blocks) * BLOCK >= excess
-
-    def _bring_back(self, slots: CompactSlots, view: Compacted, wanted: list[Wanted]) -> bool:
-        size = self.prefixes.block_size
-        blocks = np.unique(np.concatenate([w.positions for w in wanted]) // size)
-        arrays = self.prefixes.read_blocks(view.match, blocks)
-        if arrays is None:
-            return False
-        at = {i: 2 * n for n, (i, _) in enumerate(self._layers)}
-        for w in wanted:
-            heads = view.layers[w.layer]
-            places = np.searchsorted(blocks, w.positions // size) * size + w.positions % size
-            keys, values = (a[w.head, places] for a in arrays[at[w.layer] :][:2])
-            start = slots.bring_back(w.row, w.layer, w.head, w.entries, keys, values)
-            heads.positions[w.head, start : start + len(places)] = w.positions
-            heads.read[w.head, start // BLOCK : (start + len(places)) // BLOCK + 1] = view.steps
-            for e in w.entries:
-                heads.groups[w.head][e] = np.zeros(0, np.int64)
-        return True
-
-    def stepped(self, slots: CompactSlots, batch: list[Any], found: Mapping[str, Any]) -> None:
-        """Note where the rows of this step's tokens went, and how it was answered."""
-        for row, seq in enumerate(batch):
-            usage, view = seq.stream.usage, seq.compacted
-            view.steps += 1
-            for i, heads in view.layers.items():
-                rows = slots.counts[f"kv_rows_{i}"][row]
-                heads.own.append(rows - 1)
-                heads.read[found[f"chosen_{i}"][row, :, : slots.blocks] > 0] = view.steps
-                read = found[f"rows_read_{i}"][row]
-                usage.kv_rows_read += int(read.sum())
-                usage.kv_rows_held += int(rows.sum())
-                usage.kv_all_read += int((read == rows).sum())
-                usage.kv_error = max(usage.kv_error, float(found[f"error_bound_{i}"][row].max()))
+        self._place(slots, view, row, i, h)
 
     def dense_again(self, seq: Sequence, target: SlotClass) -> bool:
         """Move a compacted sequence to a dense slot, everything as if it had never left."""
@@ -320,6 +359,5 @@ def _heads(made: CompactLayer, rows: int, slots: CompactSlots) -> CompactHeads:
     positions = np.full((len(made.positions), slots.capacity), -1, np.int64)
     for h, held in enumerate(made.positions):
         positions[h, : len(held)] = held
-    return CompactHeads(
-        rows, made.groups, positions, np.zeros((len(positions), slots.blocks), np.int32)
-    )
+    read = np.full((len(positions), slots.blocks + slots.groups), -RETURN, np.int32)
+    return CompactHeads(rows, made.groups, positions, read)

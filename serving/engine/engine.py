@@ -274,37 +274,29 @@ class Engine:
             self._resume(seq, logits[i])
 
     def _run_compact(self, compression: Compression, slots: CompactSlots) -> None:
-        """As ``_run_decode``. Where a step asks for rows that are not there it is undone, they are
-        brought back or the sequence goes to a dense slot, and it is taken again."""
-        for last in (False, False, True):
-            batch: list[Any] = slots.owners()
-            if not batch:
-                return
-            step = decode_step([s.step.token for s in batch], [s.step.position for s in batch])
-            try:
-                with slots.step(len(batch)) as undo:
-                    logits, found = self.model.run(slots, 0, step)
-                    wanted = [] if last else compression.asked(slots, batch, found)
-                    if not wanted:
-                        break
-                    undo()
-                for row in compression.fetch(slots, batch, wanted):
-                    self._dense_again(compression, batch[row])
-            except Exception as e:
-                for seq in batch:
-                    self._end(seq, _internal(e))
-                return
-        compression.stepped(slots, batch, found)
+        """As ``_run_decode``; sequences that read about everything go to a dense slot."""
+        batch: list[Any] = slots.owners()
+        if not batch:
+            return
+        step = decode_step([s.step.token for s in batch], [s.step.position for s in batch])
+        try:
+            compression.before(slots, batch)
+            logits, found = self.model.run(slots, 0, step)
+            for seq in compression.after(slots, batch, found):
+                self._dense_again(compression, seq)
+        except Exception as e:
+            for seq in batch:
+                self._end(seq, _internal(e))
+            return
         for i, seq in enumerate(batch):
             self._resume(seq, logits[i])
 
     def _dense_again(self, compression: Compression, seq: Sequence) -> None:
-        """To a dense slot, where one is free; else it goes on with a bound that is not kept."""
+        """To a dense slot, where one is free."""
         needed = len(seq.request.tokens) + seq.request.sampling.max_tokens
         target = next((c for c in self.classes if c.capacity >= needed and c.free_rows()), None)
-        if not isinstance(target, SlotClass) or not compression.dense_again(seq, target):
-            assert seq.compacted is not None
-            seq.compacted.stuck = True
+        if isinstance(target, SlotClass):
+            compression.dense_again(seq, target)
 
     def _resume(self, seq: Sequence, result: Result) -> None:
         try:

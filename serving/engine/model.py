@@ -122,6 +122,8 @@ class Model:
                 _bind_array(binding.bind_output, f"present_{name.removeprefix('past_')}", rows)
             for name, array in slots.inputs().items():
                 _bind_array(binding.bind_input, name, array[row : row + batch])
+            for name, array in slots.memory().items():
+                _bind_array(binding.bind_input, name, array)
             slots.bindings[key] = _Bound(binding)
         bound: _Bound = slots.bindings[key]
         return bound

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.engine.bundle import Bundle
+from serving.engine.host_copy import HostCopy
 from serving.engine.requests import Request
 from serving.engine.slots import Slots
 from serving.prefix_cache import (
@@ -67,6 +68,8 @@ class CacheIndex(Protocol):
     def abort(self, lease: int) -> bool: ...
 
     def release(self, lease: int) -> bool: ...
+
+    def renew(self, lease: int) -> bool: ...
 
     def report_corrupt(
         self,
@@ -126,6 +129,7 @@ class Prefixes:
         self._index, self._digest = index, bundle.digest
         self._attention = bundle.spec.attention_layers()
         self.failures = 0
+        self._host: HostCopy | None = None
         calibration = self.calibration = bundle.calibration
         self.interval = calibration.interval
         self._codec = CheckpointCodec.of(bundle.spec, calibration)
@@ -172,6 +176,20 @@ class Prefixes:
         except Exception:
             self._failed("match")
             return None
+
+    def renew(self, match: Match) -> None:
+        """Keep it pinned; to be called more often than leases run out."""
+        try:
+            self._index.renew(match.lease)
+        except Exception:
+            self._failed("renew")
+
+    def host_copy(self) -> HostCopy:
+        """What is pinned, as it lies in the arena of now."""
+        arena = self._index.arena
+        if self._host is None or self._host.arena is not arena:
+            self._host = HostCopy(arena, [i for i, _ in self._attention])
+        return self._host
 
     def unpin(self, match: Match) -> None:
         try:

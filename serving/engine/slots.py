@@ -151,6 +151,10 @@ class SlotClass(Slots):
         """Those that it only reads."""
         return {}
 
+    def memory(self) -> dict[str, Any]:
+        """Arrays that it reads whole, whichever rows it is about."""
+        return {}
+
     def kv_rows(self, row: int) -> list[Array]:
         """Views [Hk, C, dk or dv] of a slot's K, V, K, ...: the columns that are used."""
         dims = [d for _, m in self._attention for d in (m.head_dim, m.value_dim)]

@@ -100,7 +100,7 @@ _RESERVE_FIELDS = ("lease", "start", "end", "states", "checkpoints")
 _OPERATIONS: dict[str, Callable[[PrefixCache, NDArray[np.int32], dict[str, Any]], Result]] = {
     "match": _match,
     "reserve": _reserve,
-    **{n: _simple(n) for n in ("publish", "abort", "release", "report_corrupt", "stats")},
+    **{n: _simple(n) for n in ("publish", "abort", "release", "renew", "report_corrupt", "stats")},
 }
 
 
@@ -169,6 +169,9 @@ class RemoteIndex:
 
     def release(self, lease: int) -> bool:
         return bool(self._value("release", lease=lease))
+
+    def renew(self, lease: int) -> bool:
+        return bool(self._value("renew", lease=lease))
 
     def report_corrupt(
         self, lease: int, *, block: int | None = None, state: int | None = None,

@@ -19,8 +19,9 @@ from perf.traces_data import (
     Trace,
     make_trace,
 )
+from perf.traces_latency import host_of
 from perf.traces_steps import RECENT, Entries, Truth, bounded, evict
-from plugins.compressed_sparse_attention.ref import sparse_decode_attention
+from plugins.compressed_sparse_attention.ref import Host, sparse_decode_attention
 
 T = 2048
 
@@ -100,20 +101,17 @@ def test_steps_are_those_of_the_ops_reference(trace: Trace, sound: bool) -> None
     epsilon = 0.3 if sound else 0.05
     entries = [Entries(truth, layer, h, sound) for h in range(KV_HEADS)]
     outcome = bounded(truth, layer, entries, epsilon, factor)
-    compared = 0
-    kept = np.array([len(p) for p in layer.positions]) / T
+    partly = fetched = 0
+    host = Host(*host_of(trace, layer).values())
     for s in range(STEPS):
         step = sparse_decode_attention(
             trace.queries[s][None], k[None], v[None], layer.rows()[None], layer.summaries[None],
             layer.stats[None], scale=SCALE, epsilon=epsilon, factor=factor, recent=RECENT,
-            sound=sound,
+            sound=sound, host=host,
         )  # fmt: skip
         group = HEADS // KV_HEADS
         for h in range(KV_HEADS):
             heads = slice(h * group, (h + 1) * group)
-            # Rows that came back are read in the study; the op's reference only asks for them.
-            if step.chosen[0, h, layer.blocks :].any() or outcome.kept[s, heads][0] != kept[h]:
-                continue
             dense = truth.output.reshape(KV_HEADS, STEPS, group, -1)[h, s]
             error = np.linalg.norm(step.o[0, heads] - dense, axis=1) / np.linalg.norm(dense, axis=1)
             np.testing.assert_allclose(outcome.error[s, heads], error, atol=2e-4)
@@ -121,11 +119,13 @@ def test_steps_are_those_of_the_ops_reference(trace: Trace, sound: bool) -> None
                 outcome.bound[s, heads], step.error_bound[0, heads], rtol=0.05, atol=1e-3
             )
             np.testing.assert_allclose(outcome.rows[s, heads] * T, step.rows_read[0, h])
-            compared += int(step.rows_read[0, h] != len(layer.positions[h]))
-    assert compared >= 5
+            partly += int(step.rows_read[0, h] < T)
+            fetched += int(step.chosen[0, h, layer.blocks :].any())
+    assert partly >= 5
+    assert sound or fetched >= 5
 
 
-def test_what_comes_back_makes_the_bound_hold(trace: Trace) -> None:
+def test_what_is_fetched_makes_the_bound_hold(trace: Trace) -> None:
     truth = Truth(trace)
     layer, _ = our_layer(history(trace))
     entries = [Entries(truth, layer, h, False) for h in range(KV_HEADS)]

@@ -20,6 +20,7 @@ from plugins.compressed_sparse_attention.node import Compression
 from plugins.compressed_sparse_attention.node import compressed_sparse_attention as emit
 from plugins.compressed_sparse_attention.ref import (
     BLOCK,
+    Host,
     SparseStep,
     compressed_sparse_attention,
     sparse_decode_attention,
@@ -32,9 +33,14 @@ from tests.plugins.running import NATIVE, session_of
 Array = NDArray[Any]
 ROOT = Path(__file__).resolve().parents[2]
 RECENT = 2
+# Rows of an evicted group.
+EVICTED = 9
 _DENSE = ["q", "k_new", "v_new", "past_k", "past_v", "seqlens", "total_len", "positions"]
 _SPARSE = ["kv_rows", "summaries", "stats", "epsilon", "factor"]
-_INT = {"seqlens": TensorProto.INT32, "total_len": TensorProto.INT32, "kv_rows": TensorProto.INT32}
+_HOST = ["host_k", "host_v", "host_rows", "host_first"]
+_INT = dict.fromkeys(
+    ["seqlens", "total_len", "kv_rows", "host_rows", "host_first"], TensorProto.INT32
+)
 _KIND = _INT | {"positions": TensorProto.INT64, "summaries": TensorProto.FLOAT16}
 _ANSWERS = ["o", "present_k", "present_v", "present_summaries", "present_stats"]
 _ANSWERS += ["error_bound", "mass_read", "rows_read", "chosen"]
@@ -42,7 +48,8 @@ _ANSWERS += ["error_bound", "mass_read", "rows_read", "chosen"]
 
 @dataclass(frozen=True)
 class Case:
-    """``rows``: of every kv head of every sequence; ``evicted``: groups that are in no slot."""
+    """``rows``: of every kv head of every sequence; ``evicted``: groups that are in no slot;
+    ``host``: they can be read all the same."""
 
     Hq: int
     rows: tuple[tuple[int, ...], ...]
@@ -53,6 +60,7 @@ class Case:
     sound: bool = False
     epsilon: float = 0.05
     peak: float = 3.0
+    host: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -71,13 +79,17 @@ CASES = [
     Case(4, ((300,),), 32, sound=True, evicted=2, epsilon=0.5, peak=0.3),
     Case(8, ((2000, 1500),), 64, epsilon=0.01, peak=6.0),
     Case(4, ((1025, 3),), 24, epsilon=0.001),
+    Case(4, ((700, 300), (65, 500)), 64, evicted=20, host=True, epsilon=0.02),
+    Case(6, ((1000,),), 24, evicted=7, host=True, epsilon=0.001),
+    Case(2, ((200, 200),), 80, evicted=3, host=True, epsilon=1e-6, peak=1.0),
+    Case(4, ((300,),), 32, sound=True, evicted=9, host=True, epsilon=0.5, peak=0.3),
 ]
 
 
 @functools.cache
 def session(form: str, Hq: int, Hk: int, dk: int, scale: float) -> ort.InferenceSession:
     g = Nodes("ort")
-    names = {n: n for n in [*_SPARSE, *_ANSWERS[3:]]}
+    names = {n: n for n in [*_SPARSE, *_HOST, *_ANSWERS[3:]]}
     emit(
         g, "o", _DENSE, ("present_k", "present_v"),
         num_heads=Hq, num_kv_heads=Hk, head_dim=dk, scale=scale, compression=Compression(**names),
@@ -88,7 +100,7 @@ def session(form: str, Hq: int, Hk: int, dk: int, scale: float) -> ort.Inference
     graph = helper.make_graph(
         g.nodes,
         "op",
-        [info(n, _KIND.get(n, TensorProto.FLOAT), None) for n in [*_DENSE, *_SPARSE]],
+        [info(n, _KIND.get(n, TensorProto.FLOAT), None) for n in [*_DENSE, *_SPARSE, *_HOST]],
         [info(n, outs.get(n, TensorProto.FLOAT), None) for n in _ANSWERS],
         initializer=list(g.constants.values()),
     )
@@ -116,6 +128,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Array]:
         "summaries": np.full((B, Hk, M + case.evicted, 2 * dk + dv), np.nan, np.float16),
         "stats": np.full((B, Hk, M + case.evicted, 2), np.nan),
     }
+    gone: list[tuple[Any, ...]] = []
     for b, h in np.ndindex(B, Hk):
         n = rows[b, h]
         for name, d in (("past_k", dk), ("past_v", dv)):
@@ -127,8 +140,9 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Array]:
         fill = [(j, slice(j * BLOCK, (j + 1) * BLOCK)) for j in range(recent)]
         groups = [(j, x["past_k"][b, h, at], x["past_v"][b, h, at]) for j, at in fill]
         for j in range(M, M + case.evicted):
-            k = rng.standard_normal((9, dk)) * 0.2
-            groups.append((j, k, rng.standard_normal((9, dv))))
+            k = rng.standard_normal((EVICTED, dk)) * 0.2
+            groups.append((j, k, rng.standard_normal((EVICTED, dv))))
+            gone.append((b, h, j, *groups[-1][1:]))
         for j, k, v in groups:
             entry, stats = summarise(k.astype(np.float32), v.astype(np.float32), sound=case.sound)
             x["summaries"][b, h, j], x["stats"][b, h, j] = entry, stats
@@ -140,7 +154,33 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Array]:
     feeds["kv_rows"] = rows
     feeds["epsilon"] = np.full(B, case.epsilon, np.float32)
     feeds["factor"] = np.full(B, 0.0 if case.sound else 1.5, np.float32)
-    return feeds | dense_lengths(rows)
+    host = host_of(gone, feeds["stats"].shape[:3], dk) if case.host else no_host(Hk)
+    return feeds | dense_lengths(rows) | host
+
+
+def no_host(Hk: int) -> dict[str, Array]:
+    nothing = np.zeros(0, np.float32)
+    rows, first = (np.zeros((0, Hk, 0), np.int32) for _ in range(2))
+    return {"host_k": nothing, "host_v": nothing, "host_rows": rows, "host_first": first}
+
+
+def host_of(gone: list[tuple[Any, ...]], entries: tuple[int, ...], dim: int) -> dict[str, Array]:
+    """Evicted rows strewn over a memory of NaN, every third group not to be had."""
+    rng = np.random.default_rng(1)
+    count = sum(len(k) for _, _, _, k, _ in gone)
+    k, v = np.full((2, 3 * count, dim), np.nan, np.float32)
+    places = iter(rng.permutation(3 * count))
+    B, Hk, S = entries
+    first = np.full((B, Hk, S), -1, np.int32)
+    listed: dict[tuple[int, int], list[int]] = {at: [] for at in np.ndindex(B, Hk)}
+    for i, (b, h, j, keys, values) in enumerate(gone):
+        at = [int(next(places)) for _ in keys]
+        k[at], v[at] = keys, values
+        if i % 3 != 1:
+            first[b, h, j] = len(listed[b, h])
+        listed[b, h] += [p * dim // 8 for p in at]
+    rows = np.array([listed[at] for at in np.ndindex(B, Hk)], np.int32).reshape(B, Hk, -1)
+    return {"host_k": k.ravel(), "host_v": v.ravel(), "host_rows": rows, "host_first": first}
 
 
 def dense_lengths(rows: Array) -> dict[str, Array]:
@@ -184,6 +224,7 @@ def reference(case: Case, feeds: dict[str, Array]) -> SparseStep:
         feeds["q"].reshape(B, case.Hq, -1), k, v, rows, feeds["summaries"], feeds["stats"],
         scale=case.dk**-0.5, epsilon=case.epsilon, factor=float(feeds["factor"][0]) or 1.0,
         recent=RECENT, sound=case.sound,
+        host=Host(*(feeds[n] for n in _HOST)) if case.host else None,
     )  # fmt: skip
 
 
@@ -204,6 +245,12 @@ def test_the_cases_read_some_and_leave_some() -> None:
     """Else the test above would prove little."""
     read = [reference(c, inputs(c)).rows_read.sum() / np.sum(c.rows) for c in CASES]
     assert sum(0.05 < r < 0.95 for r in read) >= 5, read
+    fetched = []
+    for case in (c for c in CASES if c.host):
+        feeds = inputs(case)
+        some = reference(case, feeds).chosen.astype(bool) & (feeds["host_first"] >= 0)
+        fetched.append(some.sum() / (feeds["host_first"] >= 0).sum())
+    assert sum(0 < share < 1 for share in fetched) >= 2, fetched
     chosen = [reference(c, inputs(c)).chosen[..., -c.evicted :].any() for c in CASES if c.evicted]
     assert any(chosen)
     assert not all(chosen)
@@ -217,6 +264,7 @@ def dense_case(case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
     plain = dict(feeds)
     for name in _SPARSE:
         plain[name] = feeds[name][:0]
+    plain |= no_host(rows.shape[1])
     plain["seqlens"] = rows[:, 0] - 1
     plain["total_len"] = np.array(rows.max(), np.int32)
     return exact, plain
@@ -256,12 +304,13 @@ def test_a_dense_step_is_the_reference(case: Case, form: str) -> None:
 @pytest.mark.parametrize("form", NATIVE)
 def test_company_and_threads_change_no_bit(form: str) -> None:
     """A sequence's answer in a ragged batch, some of it dense, is that of the sequence alone."""
-    case = Case(8, ((1300, 800), (40, 2000), (700, 700)), 64, epsilon=0.02)
+    case = Case(8, ((1300, 800), (40, 2000), (700, 700)), 64, evicted=6, host=True, epsilon=0.02)
     feeds = inputs(case)
     feeds["epsilon"][2] = 0
     together = run(form, case, feeds)
     for b, rows in enumerate(case.rows):
-        alone = {n: a if n == "total_len" else a[b : b + 1] for n, a in feeds.items()}
+        whole = {"total_len", "host_k", "host_v"}
+        alone = {n: a if n in whole else a[b : b + 1] for n, a in feeds.items()}
         got = run(form, replace(case, rows=(rows,)), alone)
         for name in _ANSWERS:
             np.testing.assert_array_equal(got[name], together[name][b : b + 1], err_msg=name)
@@ -325,9 +374,27 @@ def test_steps_that_do_not_fit_are_refused() -> None:
         {"kv_rows": feeds["kv_rows"][:1]},
         {"stats": feeds["stats"][:, :, :-1].copy()},
         {"factor": feeds["factor"][:1]},
+        {"host_k": np.zeros(8, np.float32)},
     ):
         with pytest.raises(Exception, match=r"do not fit|outside the slot"):
             run("avx2", case, feeds | change)
+
+
+@pytest.mark.parametrize("form", NATIVE)
+def test_rows_outside_the_host_are_not_read(form: str) -> None:
+    """As if it did not have them: asked for, and still estimated."""
+    case = next(c for c in CASES if c.host and not c.sound)
+    feeds = inputs(case)
+    want = run(form, case, feeds | {"host_first": np.full_like(feeds["host_first"], -1)})
+    size = len(feeds["host_k"]) // 8
+    for change in (
+        {"host_rows": feeds["host_rows"] + size},
+        {"host_rows": feeds["host_rows"] - size},
+        {"host_first": feeds["host_first"] + feeds["host_rows"].shape[2]},
+    ):
+        got = run(form, case, feeds | change)
+        for name in _ANSWERS:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 @pytest.mark.full

@@ -110,6 +110,36 @@ def test_cancelled_in_the_middle_nothing_is_held(lab: Lab) -> None:
     assert cache.stats()["leases_read"] == 0
 
 
+def test_a_pin_is_renewed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases run out; a sequence that goes on holds what its steps read."""
+    monkeypatch.setattr("serving.engine.compression.RENEW", 0.0)
+    cache = lab.cache()
+    renewed: list[int] = []
+    monkeypatch.setattr(cache, "renew", lambda lease: renewed.append(lease) or True)
+    engine = lab.engine(cache, max_seq_len=4096)
+    engine.submit(asked(prompt(LENGTH, 6), BOUNDED, 5)).tokens()
+    assert len(renewed) == 5
+    assert len(set(renewed)) == 1
+
+
+def test_without_its_host_copy_a_sequence_goes_on_and_says_so(lab: Lab) -> None:
+    """The cache took its blocks back: the answer's bound is not kept, and the next one's is."""
+    cache = lab.cache()
+    engine = lab.engine(cache, max_seq_len=4096)
+    tokens = make_samples("text", LENGTH, 1, seed=4)[0].prefix
+    tight = CompressionRequest("bounded", 0.3, 0.01)
+    stream = engine.submit(asked(tokens, tight, 40))
+    next(iter(stream))
+    cache.arena.blocks.words[:] += np.uint64(2)
+    assert len(stream.tokens()) == 39
+    assert stream.usage.kv_error > 0.01
+    wait_idle(engine)
+    assert cache.stats()["leases_read"] == 0
+    again = engine.submit(asked(tokens, tight, 4))
+    assert len(again.tokens()) == 4
+    assert again.usage.kv_error <= 0.01
+
+
 def test_without_kernels_it_is_refused(
     lab: Lab, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,14 +154,29 @@ def test_without_kernels_it_is_refused(
         lab.engine(lab.cache(plain), plain, kv_compression="bounded")
 
 
+def check_host(
+    slots: CompactSlots, groups: list[Any], i: int, h: int, prompt_kv: list[Any]
+) -> None:
+    """Where the op would read the evicted rows of a head, they are."""
+    for e, group in enumerate(groups):
+        if not len(group) or group.max() >= LENGTH // 32 * 32:
+            continue
+        first = slots.host[f"host_first_{i}"][0, h, slots.blocks + e]
+        at = slots.host[f"host_rows_{i}"][0, h, first : first + len(group)].astype(np.int64) * 8
+        for name, want in zip(("key", "value"), prompt_kv, strict=True):
+            memory = slots.memory()[f"host_{name}_{i}"]
+            got = memory[at[:, None] + np.arange(want.shape[2])]
+            np.testing.assert_array_equal(got, want[h, group])
+
+
 def test_the_kept_set_shrinks_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come back for one question and go for the next; every row stays where it is noted."""
     engine = lab.engine(lab.cache(), max_seq_len=4096)
     seen: list[tuple[int, int]] = []
-    stepped = Compression.stepped
+    after = Compression.after
 
-    def check(self: Compression, slots: CompactSlots, batch: list[Any], found: Any) -> None:
-        stepped(self, slots, batch, found)
+    def check(self: Compression, slots: CompactSlots, batch: list[Any], found: Any) -> list[Any]:
+        wide = after(self, slots, batch, found)
         [seq] = batch
         prompt_kv = self.prefixes.read_blocks(seq.compacted.match, np.arange(LENGTH // 32))
         assert prompt_kv is not None
@@ -147,11 +192,13 @@ def test_the_kept_set_shrinks_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
                         array[h, known], prompt_kv[2 * n + name][h, at[known]]
                     )
                 assert [int(rows[h]) for rows in heads.own] == np.flatnonzero(at < 0).tolist()
+                check_host(slots, heads.groups[h], i, h, prompt_kv[2 * n : 2 * n + 2])
                 seen.append((count, heads.rows))
+        return wide
 
-    monkeypatch.setattr(Compression, "stepped", check)
+    monkeypatch.setattr(Compression, "after", check)
     tokens = make_samples("mqar", LENGTH, 1, seed=4)[0].prefix
-    tight = engine.submit(asked(tokens, CompressionRequest("bounded", 0.3, 0.03), 60))
+    tight = engine.submit(asked(tokens, CompressionRequest("bounded", 0.3, 0.01), 60))
     dense = engine.submit(asked(tokens, CompressionRequest("off"), 60))
     assert tight.tokens() == dense.tokens()
     counts = [count for count, _ in seen]
