@@ -28,6 +28,8 @@ from engine_configs.spec import HybridSpec
 from serving.engine.bundle import Bundle
 from serving.engine.model import Model
 from serving.engine.text import Text
+from serving.kv_compression.calibration import BoundCalibration
+from serving.kv_compression.calibration import from_json as bounds_from_json
 from serving.replay.calibration import (
     UNCALIBRATED,
     Calibration,
@@ -308,15 +310,31 @@ def summary(found: Calibration) -> list[dict[str, Any]]:
     ]
 
 
+def measured(replay: Calibration, bounds: BoundCalibration) -> dict[str, Any]:
+    """As the manifest of a bundle holds them."""
+    return {"calibration": replay.to_json(), "bound_calibration": bounds.to_json()}
+
+
 def import_calibration(path: Path) -> Calibration:
     """A calibration measured elsewhere: its JSON, or the manifest of a bundle that holds one.
 
     Raises ConfigError where the file is neither.
     """
+    data = _read(path)
+    found = from_json(data.get("calibration", data), str(path))
+    return replace(found, status="imported") if found.known else found
+
+
+def import_bounds(path: Path) -> BoundCalibration:
+    """That of K/V compression, if the file is a manifest that holds it."""
+    data = _read(path).get("bound_calibration")
+    return bounds_from_json(data, str(path)) if data else BoundCalibration()
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
-        data = data.get("calibration", data)
+        data: dict[str, Any] = json.loads(path.read_text())
+        data.get("calibration")
     except (OSError, ValueError, AttributeError) as e:
         raise ConfigError(f"not a calibration: {e}", where=str(path)) from None
-    found = from_json(data, str(path))
-    return replace(found, status="imported") if found.known else found
+    return data

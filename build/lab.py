@@ -45,7 +45,7 @@ class Lab:
         self._restore(self.kept[start])
         total = dict(self.decay[start])
         for end in sorted(p for p in {*keep, self.length} if p > start):
-            for low, high in _chunks(start, end):
+            for low, high in chunks(start, end):
                 step = prefill_step(prefix[low:high], low)
                 _, sums = self.model.run(self.slots, 0, step, decay_sums=True)
                 total = {k: v[0] + total.get(k, 0) for k, v in sums.items()}
@@ -84,7 +84,7 @@ class Lab:
         return self.model.run(self.slots, 0, step)[0]
 
     def _replay(self, start: int) -> None:
-        for low, high in _chunks(start, self.length):
+        for low, high in chunks(start, self.length):
             step = prefill_step(self.prefix[low:high], low, append=False)
             self.model.run(self.slots, 0, step)
 
@@ -99,7 +99,8 @@ class Lab:
             view[...] = states[name]
 
 
-def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
+def chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Of a prefill, as [low, high)."""
     for low in range(start, end, CHUNK):
         yield low, min(low + CHUNK, end)
 

@@ -19,7 +19,15 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from build import parity
-from build.calibrate import calibrate, import_calibration, num_steps, tasks_of
+from build.bound_calibration import SEQUENCES, calibrate_bounds
+from build.calibrate import (
+    calibrate,
+    import_bounds,
+    import_calibration,
+    measured,
+    num_steps,
+    tasks_of,
+)
 from build.checkpoint import Checkpoint, RandomWeights, Weights
 from build.graph import build_graph
 from build.remote import RemoteModel
@@ -31,6 +39,7 @@ from engine_configs.families.weights import Family
 from plugins.onnx_graph import OPSET
 from serving.engine.bundle import FORMAT, Bundle
 from serving.engine.model import Model
+from serving.kv_compression.calibration import BoundCalibration
 from serving.replay.calibration import UNCALIBRATED
 
 TOKENIZER_FILES = (
@@ -188,19 +197,24 @@ def check_parity(options: Options, scratch: Path, progress: Progress) -> dict[st
 
 
 def calibration_of(options: Options, scratch: Path, progress: Progress) -> dict[str, Any]:
-    """How prefixes may be replayed: measured here, imported, or not known."""
-    if options.import_calibration:
-        return {"calibration": import_calibration(options.import_calibration).to_json()}
+    """How prefixes may be replayed, and what the bound of compressed attention is worth: measured
+    here, imported, or not known."""
+    if path := options.import_calibration:
+        return measured(import_calibration(path), import_bounds(path))
     wanted, spec = options.calibration, options.family.spec
     if wanted is None or options.checkpoint is None or not spec.state_layers():
-        return {"calibration": UNCALIBRATED.to_json()}
+        return measured(UNCALIBRATED, BoundCalibration())
     bundle = Bundle.open(scratch)
     model: Model | RemoteModel = Model(bundle)
     if options.calibrate_on:
         model = RemoteModel(options.calibrate_on, spec, bundle.manifest["digest"])
+    tasks = tasks_of(bundle)
     with progress.stage("calibration of tail replay", num_steps(wanted)) as advance:
-        found = calibrate(model, tasks_of(bundle), wanted, advance)
-    return {"calibration": found.to_json()}
+        found = calibrate(model, tasks, wanted, advance)
+    if isinstance(model, RemoteModel):  # K/V and queries stay where it runs
+        return measured(found, BoundCalibration())
+    with progress.stage("calibration of K/V compression", SEQUENCES) as advance:
+        return measured(found, calibrate_bounds(model, tasks, wanted, advance))
 
 
 @contextlib.contextmanager

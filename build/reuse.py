@@ -70,7 +70,8 @@ def measurements(bundle: Bundle | None, sources: Sources) -> dict[str, Any] | No
     """Parity and calibration of an earlier bundle, when nothing they depend on has changed."""
     if bundle is None or bundle.manifest["sources"]["measured"] != sources.measured:
         return None
-    return {key: bundle.manifest[key] for key in ("parity", "skipped", "calibration")}
+    keys = ("parity", "skipped", "calibration", "bound_calibration")
+    return {key: bundle.manifest[key] for key in keys}
 
 
 def _identity(path: Path | None) -> str:

@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from build.lab import CHUNK, kl
+from build.bound_calibration import Watched
+from build.lab import kl
 from build.tasks import Sample, make_samples
 from engine_configs.spec import HybridSpec
 from serving.engine.bundle import Bundle
+from serving.engine.compression import LAST
 from serving.engine.model import Model, Step, prefill_step
 from serving.engine.slots import SlotClass
-from serving.kv_compression.history import AttentionHistory, Stats
 from serving.kv_compression.retention import (
     H2O,
     KeepEnds,
@@ -40,7 +41,6 @@ from serving.kv_compression.retention import (
 
 TASKS = ("needle", "mqar", "lww", "copy")
 SAVED = (0.25, 0.5, 0.65, 0.75)
-EVERY, LAST = 16, 32
 OURS = "ours"
 Mask = NDArray[np.bool_]
 
@@ -74,48 +74,16 @@ def policies(count: int, seed: int) -> dict[str, Retention]:
     }
 
 
-class Bench:
-    """One prefix in a dense slot, its queries seen, and a second slot for what is kept."""
+class Bench(Watched):
+    """And a second slot for what is kept."""
 
     def __init__(self, model: Model, capacity: int) -> None:
-        self.model, self.layers = model, model.spec.attention_layers()
-        self.dense, self.small = (SlotClass(model.spec, capacity, 1) for _ in range(2))
+        super().__init__(model, capacity)
+        self.small = SlotClass(model.spec, capacity, 1)
 
-    def prefill(self, prefix: NDArray[np.int64]) -> None:
-        self.length = len(prefix)
-        self.dense.zero_states(0)
-        history = {
-            i: AttentionHistory(m.num_kv_heads, self.length, m.scale, LAST) for i, m in self.layers
-        }
-        for low in range(0, self.length, CHUNK):
-            step = prefill_step(prefix[low : low + CHUNK], low)
-            _, found = self.model.run(self.dense, 0, step, queries=True)
-            at = np.arange(low, min(low + CHUNK, self.length))
-            at = at[(at % EVERY == EVERY - 1) | (at >= self.length - LAST)]
-            for i, m in self.layers:
-                queries = found[f"query_{i}"][0, at - low].reshape(len(at), -1, m.head_dim)
-                history[i].observe(queries, at, self.dense.kv[f"past_key_{i}"][0])
-        self.states = {name: a[0].copy() for name, a in self.dense.states.items()}
-        self.stats: dict[int, Stats] = {}
-        for i, _ in self.layers:
-            kv = [
-                self.dense.kv[f"past_{n}_{i}"][0, :, : self.length].copy() for n in ("key", "value")
-            ]
-            self.stats[i] = history[i].stats(kv[0], kv[1], 0)
-
-    def ask_dense(self, suffix: Any, rows: Any) -> tuple[Any, dict[int, Any]]:
-        """Logits [N, V] and, by layer, queries [N, Hq, dk] of these rows, times the scale."""
-        self._restore(self.dense)
-        step = prefill_step(suffix, self.length, logits=rows.tolist())
-        logits, found = self.model.run(self.dense, 0, step, queries=True)
-        return logits, {
-            i: found[f"query_{i}"][0, rows].reshape(len(rows), -1, m.head_dim) * m.scale
-            for i, m in self.layers
-        }
-
-    def ask(self, kept: dict[int, Mask], suffix: Any, rows: Any) -> Any:
+    def ask_kept(self, kept: dict[int, Mask], suffix: Any, rows: Any) -> Any:
         """Logits [N, V] with the kept rows [Hk, T] of each layer alone, as many in every head."""
-        self._restore(self.small)
+        self.restore(self.small)
         for i, mask in kept.items():
             count = int(mask[0].sum())
             for name, a in (("key", self.stats[i].keys), ("value", self.stats[i].values)):
@@ -142,10 +110,6 @@ class Bench:
                 size = np.maximum(np.linalg.norm(whole, axis=-1), 1e-30)
                 errors.append(np.linalg.norm(part - whole, axis=-1) / size)
         return float(np.mean(errors))
-
-    def _restore(self, slots: SlotClass) -> None:
-        for name, array in slots.states.items():
-            array[0] = self.states[name]
 
 
 def answer_rows(sample: Sample) -> tuple[Any, Any]:
@@ -181,13 +145,13 @@ def measure(
     for seed, sample in enumerate(track(samples, note, console=console, transient=True)):
         bench.prefill(sample.prefix)
         at, want = answer_rows(sample)
-        reference, queries = bench.ask_dense(sample.suffix, at)
+        reference, queries = bench.ask(sample.suffix, at)
         right = int((reference.argmax(1) == want).sum())
         for saved in SAVED:
             count = int(bench.length * (1 - saved))
             for policy, retention in policies(count, seed).items():
                 kept = {i: keep_top(retention.scores(s), count) for i, s in bench.stats.items()}
-                logits = bench.ask(kept, sample.suffix, at)
+                logits = bench.ask_kept(kept, sample.suffix, at)
                 hits = int((logits.argmax(1) == want).sum())
                 error = bench.output_error(kept, queries) * len(at)
                 figures = (len(at), right, hits, float(kl(reference, logits).sum()), error)

@@ -24,32 +24,30 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from build.bounded_steps import Entries
 from perf.traces_data import DIM, HEADS, KV_HEADS, SCALE, Trace, make_trace
 from perf.traces_latency import Times, attention_op, measure
-from perf.traces_steps import Entries, Outcome, Truth, bounded, evict
-from serving.kv_compression.bounds import calibrated_factor, rows_within
-from serving.kv_compression.compact import CompactLayer, compact
+from perf.traces_steps import Outcome, TraceTruth, bounded, evict
+from serving.kv_compression.bounds import calibrated_factor
+from serving.kv_compression.compact import CompactLayer
 from serving.kv_compression.history import AttentionHistory, Stats
+from serving.kv_compression.policy import POLICY, SINKS, compact_layer, rows_kept
 from serving.kv_compression.retention import (
     H2O,
     KeepEnds,
     RandomKeepPrompt,
-    ReasoningAware,
     SlidingWindow,
     SnapKV,
     keep_top,
-    outstanding,
 )
 
 # Of the bytes of dense rows: what every policy may keep. Ours is below it: fetched rows count too.
 SAVED, OURS = 0.655, 0.335
 EPSILON, ALPHA = 0.014, 0.05
 FACTORS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.2, 3.0, 5.0)
-GROUP, SINKS = 64, 4
 # How many traces of each length, of ten.
 MIX = {4096: 4, 8192: 3, 16384: 2, 32768: 1}
 OUR_NAME, SOUND_NAME = "ours, calibrated", "ours, sound"
-POLICY = ReasoningAware()
 PAPER = {"bytes": 0.655, "further": 0.707, "latency": 0.752, "mass": 0.986, "recall": 1.0}
 PAPER |= {"error": 0.014}
 RESULTS = Path(__file__).parent / "results" / "traces.json"
@@ -101,12 +99,9 @@ def history(trace: Trace) -> Stats:
 
 def our_layer(stats: Stats, *, sound: bool = False) -> tuple[CompactLayer, Any]:
     """Compacted as ours; and the slots."""
-    rows = rows_within(OURS, stats.length, DIM, DIM, int(GROUP * 0.7))
-    pinned = outstanding(stats, POLICY.distinct, POLICY.heavy)
-    pinned[:, :SINKS] = True
+    rows = rows_kept(OURS, stats.length, DIM, DIM)
     slots = tuple(np.empty((KV_HEADS, rows + 96, DIM), np.float32) for _ in range(2))
-    scores = KeepEnds(POLICY, SINKS).scores(stats)
-    return compact(stats, scores, pinned, rows, *slots, group=GROUP, sound=sound), slots
+    return compact_layer(stats, rows, *slots, sound=sound), slots
 
 
 def baselines(stats: Stats, seed: int) -> dict[str, Any]:
@@ -126,7 +121,7 @@ def run_trace(task: tuple[str, int, int, tuple[float, ...], bool]) -> tuple[Any,
     """Outcomes by method (ours: by factor too) and the oracle's rows of one trace."""
     regime, length, seed, factors, everything = task
     trace = make_trace(regime, length, seed)
-    stats, truth = history(trace), Truth(trace)
+    stats, truth = history(trace), TraceTruth(trace)
     layer, _ = our_layer(stats)
     entries = [Entries(truth, layer, h, False) for h in range(KV_HEADS)]
     out: dict[Any, Outcome] = {f: bounded(truth, layer, entries, EPSILON, f) for f in factors}

@@ -10,6 +10,8 @@ from typing import Any
 
 from engine_configs.errors import BundleError, ConfigError
 from engine_configs.spec import HybridSpec, from_json
+from serving.kv_compression.calibration import BoundCalibration
+from serving.kv_compression.calibration import from_json as bounds_from_json
 from serving.replay.calibration import UNCALIBRATED, Calibration
 from serving.replay.calibration import from_json as calibration_from_json
 
@@ -69,6 +71,13 @@ class Bundle:
         data = self.manifest.get("calibration")
         where = f"{self.manifest_file}: calibration"
         return calibration_from_json(data, where) if data else UNCALIBRATED
+
+    @property
+    def bounds(self) -> BoundCalibration:
+        """What is known of the error of compressed attention. Raises ConfigError when damaged."""
+        data = self.manifest.get("bound_calibration")
+        where = f"{self.manifest_file}: bound_calibration"
+        return bounds_from_json(data, where) if data else BoundCalibration()
 
     @property
     def digest(self) -> str:

@@ -19,10 +19,9 @@ from engine_configs.spec import Attention, HybridSpec
 from plugins.compressed_sparse_attention.ref import BLOCK
 from serving.engine.slots import SlotClass
 from serving.kv_compression.compact import CompactLayer
+from serving.kv_compression.policy import GROUP
 from serving.kv_compression.summaries import summarise
 
-# Rows of an evicted group, which one summary stands for.
-GROUP = 64
 # Blocks at the end of a slot that are read anyhow and have no summary yet.
 RECENT = 2
 Floats = NDArray[np.float32]

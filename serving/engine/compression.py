@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 
 from engine_configs.spec import HybridSpec
 from plugins.compressed_sparse_attention.ref import BLOCK
-from serving.engine.compact_slots import GROUP, RECENT, CompactSlots
+from serving.engine.compact_slots import RECENT, CompactSlots
 from serving.engine.host_copy import HostCopy
 from serving.engine.requests import Request
-from serving.engine.slots import SlotClass
-from serving.kv_compression.bounds import rows_within
-from serving.kv_compression.compact import CompactLayer, compact
+from serving.engine.slots import SlotClass, Slots
+from serving.kv_compression.compact import CompactLayer
 from serving.kv_compression.config import CompressionConfig
 from serving.kv_compression.history import AttentionHistory
-from serving.kv_compression.retention import ReasoningAware, outstanding
+from serving.kv_compression.policy import compact_layer, rows_kept
 from serving.prefix_cache import Match
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
 # One query in this many shows what a prompt's tokens look at; of its last ones, each.
 EVERY, LAST = 16, 32
-SINKS = 4
 # Free slot rows for what comes back, over what is kept.
 HEADROOM = 0.25
 # Steps within which a group is asked for twice if it comes back.
@@ -44,7 +42,6 @@ RETURN = 8
 DENSE_STEPS, DENSE_SHARE = 4, 0.5
 # Seconds between renewals of a pin.
 RENEW = 15.0
-POLICY = ReasoningAware()
 _NONE: Positions = np.zeros(0, np.int64)
 
 
@@ -57,9 +54,8 @@ class Watch:
             i: AttentionHistory(m.num_kv_heads, length, m.scale, LAST) for i, m in self._layers
         }
 
-    def observe(self, seq: Sequence, start: int, found: Mapping[str, Floats]) -> None:
+    def observe(self, slots: Slots, row: int, start: int, found: Mapping[str, Floats]) -> None:
         """Queries [1, T, Hq*dk] of tokens start.. of a prefill or replay that has just run."""
-        slots, row = seq.slots, seq.row
         assert isinstance(slots, SlotClass)
         count = found[f"query_{self._layers[0][0]}"].shape[1]
         at = np.arange(start, min(start + count, self._length))
@@ -133,8 +129,7 @@ class Compression:
         source = seq.slots
         assert isinstance(source, SlotClass)
         rows = {
-            i: rows_within(config.budget, length, m.head_dim, m.head_dim, GROUP)
-            for i, m in self._layers
+            i: rows_kept(config.budget, length, m.head_dim, m.head_dim) for i, m in self._layers
         }
         wanted = int(max(rows.values()) * (1 + HEADROOM)) + seq.request.sampling.max_tokens
         target = next((s for s in self.slots if s.capacity >= wanted and s.free_rows()), None)
@@ -170,12 +165,9 @@ class Compression:
         for i, m in self._layers:
             keys, values = (source.kv[f"past_{n}_{i}"][row, :, :length] for n in ("key", "value"))
             stats = watch.history[i].stats(keys, values, length)
-            pinned = outstanding(stats, POLICY.distinct, POLICY.heavy)
-            pinned[:, :SINKS] = True
-            made = compact(
-                stats, POLICY.scores(stats), pinned, rows[i], *target.layer(to, i),
-                group=GROUP, max_groups=target.groups, sound=sound,
-            )  # fmt: skip
+            made = compact_layer(
+                stats, rows[i], *target.layer(to, i), sound=sound, max_groups=target.groups
+            )
             target.take(to, i, made)
             view.layers[i] = _heads(made, rows[i], target)
             for h in range(m.num_kv_heads):

@@ -37,6 +37,8 @@ from serving.kv_compression.config import CompressionConfig
 log = logging.getLogger(__name__)
 # Waiting for another sequence's prefill pays off when it brings at least this many more tokens.
 SHARED_PREFILL_TOKENS = 64
+# Of the calibrated bound where conversion did not find one: as large as any model's so far.
+UNKNOWN_FACTOR = 6.0
 # Room in a compact slot for what is still to be generated.
 ANSWER_TOKENS = 512
 
@@ -50,8 +52,9 @@ class EngineConfig:
     at absolute multiples of it; max_waiting: requests admitted but without a slot; threads: of
     the runtime (0 = all cores); calibration: let ``convert.py --calibrate-on`` run steps here;
     kv_compression (off | bounded), kv_budget, kv_epsilon, kv_alpha, kv_min_tokens: of requests that
-    do not say (see CompressionConfig); kv_factor: of the calibrated bound; kv_slots: keep slots for
-    compacted sequences, as far as the CPU kernels are there.
+    do not say (see CompressionConfig); kv_factor: of the calibrated bound (0: what
+    conversion found for kv_alpha); kv_slots: keep slots for compacted sequences, as far as the CPU
+    kernels are there.
     """
 
     max_seq_len: int = 8192
@@ -66,7 +69,7 @@ class EngineConfig:
     kv_epsilon: float = 0.05
     kv_alpha: float = 0.05
     kv_min_tokens: int = 1024
-    kv_factor: float = 2.0
+    kv_factor: float = 0.0
     kv_slots: bool = True
 
     def compression(self) -> CompressionConfig:
@@ -355,7 +358,8 @@ def _compression(
         row_bytes = CompactSlots(model.spec, capacity, 1, longest).row_bytes
         rows = max(1, min(config.max_batch, share // row_bytes))
         classes.append(CompactSlots(model.spec, capacity, rows, longest))
-    return Compression(model.spec, prefixes, classes, config.compression(), config.kv_factor)
+    factor = config.kv_factor or model.bundle.bounds.factor(config.kv_alpha) or UNKNOWN_FACTOR
+    return Compression(model.spec, prefixes, classes, config.compression(), factor)
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

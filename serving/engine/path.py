@@ -110,7 +110,7 @@ class RequestPath:
             found = yield Prefill(low, high, append=True, queries=watch is not None)
             if watch:
                 assert isinstance(found, dict)
-                watch.observe(seq, low, found)
+                watch.observe(seq.slots, seq.row, low, found)
             self._snapshot(seq, high)
         self._keep(seq, prompt[:-1])
         seq.filling = False
@@ -154,7 +154,7 @@ class RequestPath:
             start = max(0, end - 2 * LAST)
             found = yield Prefill(start, end, append=False, queries=True)
             assert isinstance(found, dict)
-            watch.observe(seq, start, found)
+            watch.observe(seq.slots, seq.row, start, found)
             for name, array in seq.slots.states.items():
                 array[seq.row][...] = states[name]
         self.compression.compact(seq, watch)
@@ -208,7 +208,7 @@ class RequestPath:
             found = yield Prefill(low, high, append=False, decay_sums=guess, queries=bool(watch))
             assert isinstance(found, dict)
             if watch:
-                watch.observe(seq, low, found)
+                watch.observe(seq.slots, seq.row, low, found)
             for name, value in found.items():
                 if name.startswith("decay_sum_"):
                     total[name] = value[0] + total.get(name, 0)

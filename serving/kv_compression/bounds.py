@@ -36,6 +36,12 @@ def calibrated_factor(
     """
     for factor in sorted(factors):
         found = losses(factor)
-        if (found.sum() + 1) / (len(found) + 1) <= alpha:
+        if holds(found.sum(), len(found), alpha):
             return float(factor)
     return float("inf")
+
+
+def holds(total: float, sequences: int, alpha: float) -> bool:
+    """Whether violations that add up to ``total`` over calibration sequences promise at most the
+    share ``alpha`` on a new one (see ``calibrated_factor``)."""
+    return (total + 1) / (sequences + 1) <= alpha

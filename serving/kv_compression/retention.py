@@ -95,7 +95,7 @@ class ReasoningAware:
 
     peak: float = 0.02
     recency: float = 1e-6
-    distinct: float = 0.02
+    distinct: float = 0.024
     heavy: float = 0.006
 
     def scores(self, stats: Stats) -> Floats:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from build.bounded_steps import RECENT, Entries
 from perf.traces import EPSILON, FACTORS, baselines, history, our_layer, row, run_trace
 from perf.traces_data import (
     ANCHORS,
@@ -20,7 +21,7 @@ from perf.traces_data import (
     make_trace,
 )
 from perf.traces_latency import host_of
-from perf.traces_steps import RECENT, Entries, Truth, bounded, evict
+from perf.traces_steps import TraceTruth, bounded, evict
 from plugins.compressed_sparse_attention.ref import Host, sparse_decode_attention
 
 T = 2048
@@ -82,7 +83,7 @@ def test_nothing_tells_an_anchor_from_its_decoys_before_it_is_asked_for() -> Non
 
 def test_an_asked_anchor_is_what_a_peaky_head_looks_at() -> None:
     trace = make_trace("peaky", T, seed=5)
-    truth = Truth(trace)
+    truth = TraceTruth(trace)
     p = truth.p / truth.total[..., None]
     asked = np.flatnonzero(trace.asked >= 0)
     mass = [truth.by_step(p[..., trace.asked[s]])[s] for s in asked]
@@ -96,9 +97,9 @@ def test_steps_are_those_of_the_ops_reference(trace: Trace, sound: bool) -> None
     if sound:  # so flat and alike that box bounds hold without every row
         values = 1 + 0.1 * trace.values
         trace = dataclasses.replace(trace, queries=trace.queries / 30, values=values)
-    truth, factor = Truth(trace), 1.2
+    truth, factor = TraceTruth(trace), 1.2
     layer, (k, v) = our_layer(history(trace), sound=sound)
-    epsilon = 0.3 if sound else 0.05
+    epsilon = 0.3 if sound else 0.02
     entries = [Entries(truth, layer, h, sound) for h in range(KV_HEADS)]
     outcome = bounded(truth, layer, entries, epsilon, factor)
     partly = fetched = 0
@@ -126,7 +127,7 @@ def test_steps_are_those_of_the_ops_reference(trace: Trace, sound: bool) -> None
 
 
 def test_what_is_fetched_makes_the_bound_hold(trace: Trace) -> None:
-    truth = Truth(trace)
+    truth = TraceTruth(trace)
     layer, _ = our_layer(history(trace))
     entries = [Entries(truth, layer, h, False) for h in range(KV_HEADS)]
     loose, tight = (bounded(truth, layer, entries, e, 1.0) for e in (0.2, 0.002))
@@ -139,7 +140,7 @@ def test_what_is_fetched_makes_the_bound_hold(trace: Trace) -> None:
 
 
 def test_sound_bounds_hold(trace: Trace) -> None:
-    truth = Truth(trace)
+    truth = TraceTruth(trace)
     layer, _ = our_layer(history(trace))
     box = [Entries(truth, layer, h, True) for h in range(KV_HEADS)]
     for epsilon in (EPSILON, 5.0, 100.0):
@@ -148,7 +149,7 @@ def test_sound_bounds_hold(trace: Trace) -> None:
 
 
 def test_eviction_is_attention_over_the_kept_rows(trace: Trace) -> None:
-    truth = Truth(trace)
+    truth = TraceTruth(trace)
     everything = evict(truth, np.ones((KV_HEADS, T), bool))
     assert everything.error.max() < 1e-5
     assert everything.recalled.all()

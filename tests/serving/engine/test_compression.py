@@ -117,7 +117,8 @@ def test_a_pin_is_renewed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
     monkeypatch.setattr(cache, "renew", lambda lease: renewed.append(lease) or True)
     engine = lab.engine(cache, max_seq_len=4096)
-    engine.submit(asked(prompt(LENGTH, 6), BOUNDED, 5)).tokens()
+    loose = CompressionRequest("bounded", budget=0.4, epsilon=0.5)
+    engine.submit(asked(prompt(LENGTH, 6), loose, 5)).tokens()
     assert len(renewed) == 5
     assert len(set(renewed)) == 1
 
