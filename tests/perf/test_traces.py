@@ -99,7 +99,7 @@ def test_steps_are_those_of_the_ops_reference(trace: Trace, sound: bool) -> None
         trace = dataclasses.replace(trace, queries=trace.queries / 30, values=values)
     truth, factor = TraceTruth(trace), 1.2
     layer, (k, v) = our_layer(history(trace), sound=sound)
-    epsilon = 0.3 if sound else 0.02
+    epsilon = 0.3 if sound else 0.01
     entries = [Entries(truth, layer, h, sound) for h in range(KV_HEADS)]
     outcome = bounded(truth, layer, entries, epsilon, factor)
     partly = fetched = 0
