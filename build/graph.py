@@ -9,6 +9,9 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     valid_len                        [B] int64           tokens of the step that are not padding
     kv_append                        [1] int64           T: append K/V; 0: replay, write nothing
     logit_rows                       [N] int64           rows of B*T whose logits are wanted
+    rows_kept                        [1] int64           R of the T tokens, the last ones, go on
+                                                         after the last layer with a state (``ort``):
+                                                         T; 1 in a replay, which ends there
     past_key_i, past_value_i         [B, Hk, C, dk]      slot of attention layer i; where dv < dk
                                                          the last columns of V are unused
     conv_state_i                     [B, W-1, channels]  last inputs of the convolution
@@ -16,7 +19,7 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     -> logits                        [N, V]
     -> present_{key,value,conv_state,recurrent_state}_i  may alias the inputs
     -> decay_sum_i                   [B, units]          summed log-decay of this step
-    -> query_i                       [B, T, Hq*dk]       what attention layer i asks for: after
+    -> query_i                       [B, T or R, Hq*dk]  what attention layer i asks for: after
                                                          norm and RoPE (``ort`` lowering only)
 
 A decode step over compressed slots brings more, in the ``ort`` lowering (what it all means is said
@@ -157,9 +160,12 @@ def build_graph(
     x = g.weights.embed(g, step.input_ids, "embed", "/embed")
     x = _scaled(g, x, spec.embedding_scale, "/embed/scale")
     step = replace(step, embedded=x)
+    last_state = max((i for i, _ in spec.state_layers()), default=None)
     for i, blocks in enumerate(spec.layers):
         for block in blocks:
             x = _block(g, step, i, block, x)
+        if i == last_state and lowering == "ort":
+            x, step = _rows_kept(g, step, x)
     _logits(g, step, x)
     ours = {"ort": (ORT_DOMAIN, DOMAIN), "tensorrt": (DOMAIN,), "standard": ()}[lowering]
     domains = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in ours)]
@@ -199,6 +205,22 @@ def _step_inputs(g: GraphBuilder) -> StepInputs:
     mask2d = g.op("Cast", [less], "/step/valid_float", to=TensorProto.FLOAT)
     mask = g.op("Unsqueeze", [mask2d, g.const([2])], "/step/mask")
     return StepInputs(ids, positions, last, total, valid, append, rows, mask, seqlens, table)
+
+
+def _rows_kept(g: GraphBuilder, step: StepInputs, x: str) -> tuple[str, StepInputs]:
+    """What the layers behind the last state work on."""
+    first = g.op("Neg", [g.input("rows_kept", [1], TensorProto.INT64)], "/step/first_kept")
+
+    def last(value: str, path: str) -> str:
+        return str(g.op("Slice", [value, first, g.const([2**31]), g.const([1])], path))
+
+    kept = replace(
+        step,
+        tokens="R",
+        position_ids=last(step.position_ids, "/step/kept_positions"),
+        embedded=last(step.embedded, "/step/kept_embedded"),
+    )
+    return last(x, "/step/kept_rows"), kept
 
 
 def _block(g: GraphBuilder, step: StepInputs, i: int, block: Block, x: str) -> str:

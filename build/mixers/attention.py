@@ -108,7 +108,7 @@ def _attend(
             window=window,
         )
     if g.lowering == "ort":  # a value that is there anyhow: it costs nothing unless asked for
-        q = g.rename(q, g.output(f"query_{i}", ["B", "T", m.num_heads * m.head_dim]))
+        q = g.rename(q, g.output(f"query_{i}", ["B", step.tokens, m.num_heads * m.head_dim]))
     slot = ["B", m.num_kv_heads, "C", m.head_dim]
     past = [g.input(f"past_{n}_{i}", slot) for n in ("key", "value")]
     present = (g.output(f"present_key_{i}", slot), g.output(f"present_value_{i}", slot))

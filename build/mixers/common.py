@@ -30,6 +30,7 @@ class StepInputs:
     seqlens: str = ""  # [B] int32
     block_table: str = ""  # [B, M] int32, ``tensorrt`` only
     embedded: str = ""  # [B, T, H], what the first layer reads
+    tokens: str = "T"  # how the number of tokens at hand is called
 
 
 def node_path(path: str) -> str:

@@ -59,6 +59,8 @@ class Model:
                 fix="Convert the model again with convert.py",
             ) from None
 
+        self._keeps_rows = "rows_kept" in {i.name for i in self._session.get_inputs()}
+
     def new_slots(self, capacity: int, rows: int) -> SlotClass:
         return SlotClass(self.spec, capacity, rows)
 
@@ -87,6 +89,9 @@ class Model:
         bound.feed("valid_len", valid, np.int64)
         bound.feed("kv_append", [length if step.append else 0], np.int64)
         bound.feed("logit_rows", step.logit_rows, np.int64)
+        if self._keeps_rows:  # a replay is over with the last state it brings up to date
+            whole = step.append or queries or len(step.logit_rows)
+            bound.feed("rows_kept", [length if whole else 1], np.int64)
         binding = bound.binding
         logits = np.empty((len(step.logit_rows), self.spec.vocab_size), np.float32)
         _bind_array(binding.bind_output, "logits", logits)
