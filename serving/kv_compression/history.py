@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from serving.kv_compression.grouping import Floats, similar_groups
 
 Mask = NDArray[np.bool_]
-_CHUNK = 64
+_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class AttentionHistory:
             part, at = scaled[a : a + _CHUNK], positions[a : a + _CHUNK]
             for h, weights in enumerate(_weights(part, at, keys)):
                 n = weights.shape[-1]
-                self._sum[h, :n] += weights.sum((0, 1))
-                np.maximum(self._peak[h, :n], weights.max((0, 1)), out=self._peak[h, :n])
+                self._sum[h, :n] += weights.sum(0)
+                np.maximum(self._peak[h, :n], weights.max(0), out=self._peak[h, :n])
         held = scaled if self._queries is None else np.concatenate([self._queries, scaled])
         self._queries = held[-self._recent :]
         self._positions = np.concatenate([self._positions, positions])[-self._recent :]
@@ -94,8 +94,8 @@ class AttentionHistory:
         rms = np.zeros((heads, length), np.float32)
         for h, weights in enumerate(_weights(self._queries, self._positions, keys)):
             n = weights.shape[-1]
-            mean[h, :n] = weights.mean((0, 1))
-            rms[h, :n] = np.sqrt(np.einsum("gnt,gnt->t", weights, weights) / weights[..., 0].size)
+            mean[h, :n] = weights.mean(0)
+            rms[h, :n] = np.sqrt(np.einsum("nt,nt->t", weights, weights) / len(weights))
         shown = np.concatenate([self._spread, self._queries])
         grouped = shown.reshape(len(shown), heads, -1, dk)
         return Stats(
@@ -120,14 +120,14 @@ def _distinctiveness(keys: Floats, group: int = 32) -> Floats:
 
 
 def _weights(queries: Floats, positions: NDArray[np.int64], keys: Floats) -> Any:
-    """Per kv head, softmax weights [group, n, rows visible to the last]; queries [n, Hq, dk]."""
-    heads, last = keys.shape[0], int(positions[-1]) + 1
+    """Per kv head, softmax weights [n * group, rows visible to the last]; queries [n, Hq, dk]."""
+    heads, first, end = keys.shape[0], int(positions[0]) + 1, int(positions[-1]) + 1
     grouped = queries.reshape(len(queries), heads, -1, queries.shape[-1])
-    hidden = np.arange(last)[None] > positions[:, None]
+    hidden = np.repeat(np.arange(first, end) > positions[:, None], grouped.shape[2], 0)
     for h in range(heads):
-        score = np.einsum("ngd,td->gnt", grouped[:, h], keys[h, :last], optimize=True)
-        score[:, hidden] = -np.inf
-        score -= score.max(-1, keepdims=True)
+        score = grouped[:, h].reshape(len(hidden), -1) @ keys[h, :end].T
+        score[:, first:][hidden] = -np.inf
+        score -= score.max(1, keepdims=True)
         np.exp(score, out=score)
-        score /= score.sum(-1, keepdims=True)
+        score *= 1 / score.sum(1, keepdims=True)
         yield score
