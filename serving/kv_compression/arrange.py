@@ -7,7 +7,7 @@ import numpy as np
 from plugins.compressed_sparse_attention.ref import BLOCK
 from serving.kv_compression.grouping import Floats, Rows, clusters, features, similar_groups
 from serving.kv_compression.history import Mask, Stats
-from serving.kv_compression.summaries import Judged, summarise
+from serving.kv_compression.summaries import Seen, summarise_groups
 
 # Of the rows a head may keep: left for groups that would be asked for first.
 _SECOND_LOOK = 0.15
@@ -16,6 +16,7 @@ _SECOND_LOOK = 0.15
 def arrange(
     stats: Stats,
     head: int,
+    seen: Seen,
     scores: Floats,
     pinned: Mask,
     rows: int,
@@ -37,16 +38,15 @@ def arrange(
     free = max(0, rows - len(always) - len(tail))
     reserve = int(free * _SECOND_LOOK)
     blocks = (free - reserve) // BLOCK
-    kept, gone = [], []
-    for c, share in enumerate(_blocks_by_cluster(scores[rest], label, blocks)):
-        mine = np.flatnonzero(label == c)
-        mine = mine[np.argsort(-scores[rest[mine]], kind="stable")]
-        stay, go = mine[: share * BLOCK], mine[share * BLOCK :]
-        kept += [stay[g] for g in similar_groups(x[stay], BLOCK)]
-        if len(go):
-            gone += [go[g] for g in similar_groups(x[go], group, step=4)]
+    share = _blocks_by_cluster(scores[rest], label, blocks)
+    order = np.lexsort((-scores[rest], label))
+    first = np.cumsum(np.bincount(label)) - np.bincount(label)
+    stays = np.arange(len(order)) - first[label[order]] < share[label[order]] * BLOCK
+    stay, go = order[stays], order[~stays]
+    kept = [stay[g] for g in similar_groups(x[stay], BLOCK, label=label[stay])]
+    gone = [go[g] for g in similar_groups(x[go], group, step=4, label=label[go])]
     more = free // BLOCK - blocks
-    back = _second_look(stats, head, [rest[g] for g in gone], more * BLOCK)
+    back = _second_look(stats, head, seen, [rest[g] for g in gone], more * BLOCK)
     if back:
         stay = np.concatenate([gone[e] for e in back])
         gone = [g for e, g in enumerate(gone) if e not in back]
@@ -60,16 +60,16 @@ def arrange(
     return order, len(always), groups
 
 
-def _second_look(stats: Stats, head: int, groups: list[Rows], reserve: int) -> list[int]:
+def _second_look(
+    stats: Stats, head: int, seen: Seen, groups: list[Rows], reserve: int
+) -> list[int]:
     """Of groups that would go: those, ``reserve`` rows or a little more, that stay after all, since
     recent queries would have asked for them most."""
     if not groups or not reserve:
         return []
-    keys, values = stats.keys[head], stats.values[head]
-    made = [summarise(keys[g][None], values[g][None]) for g in groups]
-    entries, figures = (np.concatenate(part) for part in zip(*made, strict=True))
+    made = summarise_groups(stats.keys[head], stats.values[head], groups)
     sizes = np.array([len(g) for g in groups])
-    order = np.argsort(-Judged(stats, head, groups, entries, figures).loss / sizes)
+    order = np.argsort(-seen.judge(groups, *made)[1] / sizes)
     before = np.cumsum(sizes[order]) - sizes[order]
     return sorted(order[before < reserve].tolist())
 

@@ -17,7 +17,7 @@ from plugins.compressed_sparse_attention.ref import BLOCK
 from serving.kv_compression.arrange import arrange
 from serving.kv_compression.grouping import Floats, Rows
 from serving.kv_compression.history import Mask, Stats
-from serving.kv_compression.summaries import Halves, Judged, summarise
+from serving.kv_compression.summaries import Halves, Seen, summarise, summarise_groups
 
 
 @dataclass
@@ -75,8 +75,9 @@ def compact(
     merged while there are more than ``max_groups``. The arrays in ``stats`` must not overlap the
     slot. Raises ValueError when the slot is too small.
     """
+    seen = [Seen(stats, h) for h in range(len(scores))]
     arranged = [
-        arrange(stats, h, scores[h], pinned[h], rows, group, recent, max_groups)
+        arrange(stats, h, seen[h], scores[h], pinned[h], rows, group, recent, max_groups)
         for h in range(len(scores))
     ]
     blocks = -(-slot_k.shape[1] // BLOCK)
@@ -96,17 +97,17 @@ def compact(
     for h, (order, always, groups) in enumerate(arranged):
         keys, values = stats.keys[h], stats.values[h]
         slot_k[h, : len(order)], slot_v[h, : len(order)] = keys[order], values[order]
-        for size in {len(g) for g in groups}:
-            same = [e for e, g in enumerate(groups) if len(g) == size]
-            at = np.stack([groups[e] for e in same])
-            _fill(layer, h, blocks + np.array(same), keys[at], values[at])
+        at = slice(blocks, blocks + len(groups))
+        layer.summaries[h, at], layer.stats[h, at] = summarise_groups(
+            keys, values, groups, sound=sound
+        )
         advance(layer, h, slot_k, slot_v)
         if not sound and (layer.summarised[h] or groups):
             full = order[: layer.summarised[h] * BLOCK]
             where = np.r_[: layer.summarised[h], blocks + np.arange(len(groups))]
             members = [full[i : i + BLOCK] for i in range(0, len(full), BLOCK)] + groups
-            judged = Judged(stats, h, members, layer.summaries[h, where], layer.stats[h, where])
-            layer.stats[h, where, 1] = judged.value_spread
+            made = layer.summaries[h, where], layer.stats[h, where]
+            layer.stats[h, where, 1] = seen[h].judge(members, *made)[0]
         layer.stats[h, : always // BLOCK, 1] = np.inf
     return layer
 

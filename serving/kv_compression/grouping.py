@@ -11,28 +11,45 @@ Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 # Power that a query may have in directions not seen, over the mean of those seen.
 FLOOR = 0.5
-# Rows from which the direction of a cut is found, and how often the power iteration is repeated.
-_SAMPLE, _ROUNDS = 256, 3
+# Rows of a part from which the direction of its cut is found, and rounds of the power iteration.
+_SAMPLE, _ROUNDS = 64, 3
 
 
-def similar_groups(features: Floats, size: int, *, step: int = 0) -> list[Rows]:
-    """Rows [N, f] in groups of at most ``size``, by cutting along the first principal direction
-    again and again where the two sides differ most; at multiples of ``step`` rows. With the default
-    step, ``size``, only the last group may be smaller. Deterministic."""
-    rng = np.random.default_rng(0)
-    groups: list[Rows] = []
-    stack = [(np.arange(len(features)), features)]
-    while stack:
-        rows, x = stack.pop()
-        if len(rows) <= size:
-            groups.append(rows)
-            continue
-        along = x @ _direction(x, rng)
-        order = np.argsort(along)
-        cut = _best_cut(along[order], size, step or size)
-        for side in (order[cut:], order[:cut]):
-            stack.append((rows[side], x[side]))
-    return groups
+def similar_groups(
+    x: Floats, size: int, *, step: int = 0, label: Rows | None = None
+) -> list[Rows]:
+    """Rows of x [N, f] in groups of at most ``size``, by cutting along the first principal
+    direction again and again where the two sides differ most; at multiples of ``step`` rows. label
+    [N]: parts to begin with, one unless given. With the default step, ``size``, only the last group
+    of a part may be smaller. Neighbours are alike. Deterministic."""
+    label = np.zeros(len(x), np.int64) if label is None else label
+    ends = np.cumsum(np.bincount(label))[:-1]
+    parts = np.split(np.argsort(label, kind="stable"), ends)
+    while any(len(p) > size for p in parts):
+        sides = iter(_cut([p for p in parts if len(p) > size], x, size, step or size))
+        parts = [s for p in parts for s in ((next(sides), next(sides)) if len(p) > size else (p,))]
+    return [p for p in parts if len(p)]
+
+
+def _cut(parts: list[Rows], x: Floats, size: int, step: int) -> list[Rows]:
+    """Both sides of each part, cut so that the sums of squares within them are least: at a multiple
+    of ``step`` rows, no closer to an end than half a group or an eighth."""
+    sizes = np.array([len(p) for p in parts])
+    sample = np.stack([p[np.arange(_SAMPLE) * len(p) // _SAMPLE] for p in parts])
+    along = [x[p] @ u for p, u in zip(parts, _directions(x[sample]), strict=True)]
+    starts = np.cumsum(sizes) - sizes
+    part = np.repeat(np.arange(len(parts)), sizes)
+    flat = np.concatenate(along)
+    order = np.lexsort((flat, part))
+    flat = flat[order] - (np.add.reduceat(flat, starts) / sizes)[part]
+    left = np.arange(1, len(flat) + 1) - starts[part]
+    right = sizes[part] - left
+    edge = np.maximum(step, -(-np.maximum(size // 2, sizes // 8) // step) * step)[part]
+    fits = (left % step == 0) & ((left == edge) | ((left > edge) & (right >= edge)))
+    gain = np.cumsum(flat, dtype=np.float64) ** 2 * (1 / left + 1 / np.maximum(right, 1))
+    gain[~fits] = -1
+    cuts = [a + 1 + gain[a : a + n].argmax() for a, n in zip(starts, sizes, strict=True)]
+    return np.split(np.concatenate(parts)[order], np.stack([starts, cuts], 1).ravel()[1:])
 
 
 def clusters(x: Floats, most: int = 48, rounds: int = 5) -> Rows:
@@ -71,23 +88,12 @@ def features(keys: Floats, values: Floats, queries: Floats, value_weight: float 
     return np.concatenate([keys @ metric.astype(np.float32), weighted], axis=1)
 
 
-def _direction(x: Floats, rng: np.random.Generator) -> Any:
-    """The first principal direction [f] of rows [N, f], nearly; from a sample of them."""
-    part = x[:: max(1, len(x) // _SAMPLE)]
-    part = part - part.mean(0)
-    u = rng.standard_normal(x.shape[1], np.float32)
+def _directions(x: Floats) -> Floats:
+    """The first principal direction [B, f] of rows [B, n, f], nearly."""
+    x = x - x.mean(1, keepdims=True)
+    far = (x**2).sum(2).argmax(1)
+    u = x[np.arange(len(x)), far][:, :, None]
     for _ in range(_ROUNDS):
-        u = part.T @ (part @ u)
-        u /= np.linalg.norm(u) + 1e-30
-    return u
-
-
-def _best_cut(along: Floats, size: int, step: int) -> int:
-    """Where to cut sorted values [N > size] so that the sums of squares within both sides are
-    least: at a multiple of ``step`` rows, no closer to an end than half a group or an eighth."""
-    n = len(along)
-    edge = max(step, -(-max(size // 2, n // 8) // step) * step)
-    cuts = np.arange(edge, max(n - edge, edge) + 1, step)
-    cuts = cuts[cuts < n]
-    total = np.cumsum(along - along.mean(), dtype=np.float64)[cuts - 1] ** 2
-    return int(cuts[np.argmax(total / cuts + total / (n - cuts))])
+        u = x.transpose(0, 2, 1) @ (x @ u)
+        u /= np.linalg.norm(u, axis=1, keepdims=True) + 1e-30
+    return u[..., 0]

@@ -113,7 +113,9 @@ class AttentionHistory:
 
 
 def _distinctiveness(keys: Floats, group: int = 32) -> Floats:
-    means = np.stack([keys[g].mean(0) for g in similar_groups(keys, group)])
+    groups = similar_groups(keys, group)
+    starts = np.cumsum([0, *(len(g) for g in groups[:-1])])
+    means = np.add.reduceat(keys[np.concatenate(groups)], starts, axis=0)
     means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
     size = np.maximum(np.linalg.norm(keys, axis=1), 1e-30)
     return np.asarray(1 - (keys @ means.T).max(1) / size, np.float32)

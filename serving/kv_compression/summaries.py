@@ -38,44 +38,58 @@ def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Flo
     return entries, np.stack([counts, reach], axis=1).astype(np.float32)
 
 
-class Judged:
-    """Entries of one head against what its seen queries [n, dk] would have read.
+def summarise_groups(
+    k: Floats, v: Floats, groups: Sequence[Rows], *, sound: bool = False
+) -> tuple[Halves, Floats]:
+    """As ``summarise``, of groups of rows of k [T, dk], v [T, dv]; of any sizes but 0."""
+    entries = np.zeros((len(groups), 2 * k.shape[1] + v.shape[1]), np.float16)
+    figures = np.zeros((len(groups), 2), np.float32)
+    sizes = np.array([len(g) for g in groups], np.int64)
+    for size in np.unique(sizes):
+        same = np.flatnonzero(sizes == size)
+        at = np.stack([groups[e] for e in same])
+        entries[same], figures[same] = summarise(k[at], v[at], sound=sound)
+    return entries, figures
 
-    members[e]: rows of entry e; entries [E, 2*dk + dv], stats [E, 2]: theirs, of the calibrated
-    kind. value_spread [E]: raised where the estimate was worse than the entry's own figures say: as
-    the op weighs it, by the mean square of the relative error over the expected one, queries
-    weighed by the mass they were thought to find there. loss [E]: the squared error of the output
-    that the op would expect from leaving the entry unread, mean over the recent queries.
-    """
 
-    def __init__(
-        self,
-        stats: Stats,
-        head: int,
-        members: Sequence[Rows],
-        entries: Halves,
-        figures: Floats,
-    ) -> None:
-        q, keys, values = stats.queries[head], stats.keys[head], stats.values[head]
-        score = q @ keys.T
-        top = score.max(1, keepdims=True)
-        p = np.exp(score - top)
-        z = p.sum(1, keepdims=True)
-        o = (p @ values) / z
+class Seen:
+    """What the seen queries [n, dk] of one head read; to judge entries by."""
+
+    def __init__(self, stats: Stats, head: int) -> None:
+        self.queries = stats.queries[head]
+        weights = self.queries @ stats.keys[head].T
+        self.top = weights.max(1, keepdims=True)
+        weights -= self.top
+        self.weights = np.exp(weights, out=weights)
+        self.total = weights.sum(1, keepdims=True)
+        self.output = (weights @ stats.values[head]) / self.total
+        self.recent = slice(-stats.recent_queries, None)
+
+    def judge(
+        self, members: Sequence[Rows], entries: Halves, figures: Floats
+    ) -> tuple[Floats, Floats]:
+        """value_spread [E]: an entry's own, raised where the estimate was worse than its figures
+        say: as the op weighs it, by the mean square of the relative error over the expected one,
+        queries weighed by the mass they were thought to find there. loss [E]: the squared error of
+        the output that the op would expect from leaving the entry unread, mean over the recent
+        queries.
+
+        members[e]: rows of entry e; entries [E, 2*dk + dv], figures [E, 2]: theirs, calibrated.
+        """
+        q, late = self.queries, self.recent
         count, spread = figures.T
         dk = q.shape[1]
         centre, wide, mean_v = np.split(entries.astype(np.float32), [dk, 2 * dk], axis=1)
         var = np.minimum(q**2 @ (wide**2).T, MAX_VARIANCE)
-        estimate = count * np.exp(q @ centre.T - top + var / 2)
+        estimate = count * np.exp(q @ centre.T - self.top + var / 2)
         starts = np.cumsum([0, *(len(m) for m in members[:-1])])
-        mass = np.add.reduceat(p[:, np.concatenate(members)], starts, axis=1)
-        weight = estimate / z + np.float32(1e-12)
+        mass = np.add.reduceat(np.take(self.weights, np.concatenate(members), 1), starts, axis=1)
+        weight = estimate / self.total + np.float32(1e-12)
         noise = np.expm1(var) / count
         found = (weight * (mass / np.maximum(estimate, 1e-30) - 1) ** 2).sum(0)
         worse = np.clip(found / np.maximum((weight * noise).sum(0), 1e-30), 1, _WORST)
-        away2 = ((mean_v - o.mean(0)) ** 2).sum(1)
-        self.value_spread = np.sqrt(worse * (spread**2 + away2) - away2)
-        late = slice(-stats.recent_queries, None)
-        size2 = np.maximum((o[late] ** 2).sum(1, keepdims=True), 1e-30)
-        error = weight[late] ** 2 * noise[late] * (self.value_spread**2 + away2) / size2
-        self.loss = error.mean(0)
+        away2 = ((mean_v - self.output.mean(0)) ** 2).sum(1)
+        value_spread = np.sqrt(worse * (spread**2 + away2) - away2)
+        size2 = np.maximum((self.output[late] ** 2).sum(1, keepdims=True), 1e-30)
+        error = weight[late] ** 2 * noise[late] * (value_spread**2 + away2) / size2
+        return value_spread, error.mean(0)
