@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from serving.kv_compression.grouping import Floats, similar_groups
 
 Mask = NDArray[np.bool_]
-_CHUNK = 32
+# Queries whose weights are computed at once, and keys whose groups show what is common.
+_CHUNK, _SAMPLE = 32, 2048
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Stats:
 
     keys [Hk, T, dk] (after RoPE), values [Hk, T, dv]. Of the softmax weights that the observed
     queries gave each row, [Hk, T]: their sum, the largest (peak), and over the last queries alone
-    the mean and the root of the mean square. queries [Hk, n, dk]: up to twice as many evenly spread
-    over all, then the last ones (``recent_queries`` of them); query_mean [Hk, dk]: of all; both
-    times the attention scale. The first ``prompt_len`` rows are the prompt.
+    the mean and the root of the mean square. queries [Hk, n, dk]: some evenly spread over all, then
+    every second of the last (``recent_queries`` of them); query_mean [Hk, dk]: of all; both times
+    the attention scale. The first ``prompt_len`` rows are the prompt.
     """
 
     keys: Floats
@@ -81,7 +82,7 @@ class AttentionHistory:
         self._query_sum = total if self._query_sum is None else self._query_sum + total
         for i in range(-self._seen % self._stride, len(positions), self._stride):
             self._spread.append(scaled[i].copy())
-        while len(self._spread) > 2 * self._recent:
+        while len(self._spread) > self._recent:
             self._spread, self._stride = self._spread[::2], self._stride * 2
         self._seen += len(positions)
 
@@ -96,7 +97,8 @@ class AttentionHistory:
             n = weights.shape[-1]
             mean[h, :n] = weights.mean(0)
             rms[h, :n] = np.sqrt(np.einsum("nt,nt->t", weights, weights) / len(weights))
-        shown = np.concatenate([self._spread, self._queries])
+        last = self._queries[::-2][::-1]
+        shown = np.concatenate([self._spread, last])
         grouped = shown.reshape(len(shown), heads, -1, dk)
         return Stats(
             keys,
@@ -107,15 +109,15 @@ class AttentionHistory:
             rms,
             grouped.transpose(1, 0, 2, 3).reshape(heads, -1, dk),
             self._query_sum.reshape(heads, -1, dk).mean(1) / self._seen,
-            self._queries.shape[0] * grouped.shape[2],
+            len(last) * grouped.shape[2],
             prompt_len,
         )
 
 
-def _distinctiveness(keys: Floats, group: int = 32) -> Floats:
-    groups = similar_groups(keys, group)
-    starts = np.cumsum([0, *(len(g) for g in groups[:-1])])
-    means = np.add.reduceat(keys[np.concatenate(groups)], starts, axis=0)
+def _distinctiveness(keys: Floats) -> Floats:
+    """As in Stats; groups are those of a sample, evenly spread: what is rare is in none."""
+    part = keys[:: max(1, len(keys) // _SAMPLE)]
+    means = np.stack([part[g].mean(0) for g in similar_groups(part, 16)])
     means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
     size = np.maximum(np.linalg.norm(keys, axis=1), 1e-30)
     return np.asarray(1 - (keys @ means.T).max(1) / size, np.float32)

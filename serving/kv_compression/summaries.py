@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,12 @@ def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Flo
 
     The meaning is that of ``plugins.compressed_sparse_attention.ref.summarise``.
     """
-    centre = ((k.min(1) + k.max(1)) / 2 if sound else k.mean(1)).astype(np.float16)
-    mean_v = v.mean(1).astype(np.float16)
+    share = np.full((1, k.shape[1]), 1 / k.shape[1], np.float32)
+    centre = ((k.min(1) + k.max(1)) / 2 if sound else (share @ k)[:, 0]).astype(np.float16)
+    mean_v = (share @ v)[:, 0].astype(np.float16)
     away = k - centre[:, None].astype(np.float32)
-    far = ((v - mean_v[:, None].astype(np.float32)) ** 2).sum(2)
+    away_v = v - mean_v[:, None].astype(np.float32)
+    far = np.einsum("end,end->en", away_v, away_v)
     if sound:
         exact = np.abs(away).max(1)
         spread = exact.astype(np.float16)
@@ -32,7 +34,8 @@ def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Flo
         # fp32 sums may be off in their last bits: one more step of either type covers that.
         spread, reach = np.where(spread <= exact, up, spread), np.sqrt(far.max(1)) * (1 + 1e-6)
     else:
-        spread, reach = np.sqrt((away**2).mean(1)).astype(np.float16), np.sqrt(far.mean(1))
+        power = np.einsum("end,end->ed", away, away) / k.shape[1]
+        spread, reach = np.sqrt(power).astype(np.float16), np.sqrt(far.mean(1))
     counts = np.full(len(k), k.shape[1], np.float32)
     entries = np.concatenate([centre, spread, mean_v], axis=1)
     return entries, np.stack([counts, reach], axis=1).astype(np.float32)
@@ -44,25 +47,30 @@ def summarise_groups(
     """As ``summarise``, of groups of rows of k [T, dk], v [T, dv]; of any sizes but 0."""
     entries = np.zeros((len(groups), 2 * k.shape[1] + v.shape[1]), np.float16)
     figures = np.zeros((len(groups), 2), np.float32)
-    sizes = np.array([len(g) for g in groups], np.int64)
-    for size in np.unique(sizes):
-        same = np.flatnonzero(sizes == size)
-        at = np.stack([groups[e] for e in same])
-        entries[same], figures[same] = summarise(k[at], v[at], sound=sound)
+    for same, rows in _by_size(groups):
+        entries[same], figures[same] = summarise(k[rows], v[rows], sound=sound)
     return entries, figures
 
 
+def _by_size(groups: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
+    """Which groups are of one size, and their rows [groups, size]."""
+    sizes = np.array([len(g) for g in groups], np.int64)
+    for size in np.unique(sizes):
+        same = np.flatnonzero(sizes == size)
+        yield same, np.stack([groups[e] for e in same])
+
+
 class Seen:
-    """What the seen queries [n, dk] of one head read; to judge entries by."""
+    """What the seen queries [n, dk] of one head read, weights [T, n]; to judge entries by."""
 
     def __init__(self, stats: Stats, head: int) -> None:
         self.queries = stats.queries[head]
-        weights = self.queries @ stats.keys[head].T
-        self.top = weights.max(1, keepdims=True)
-        weights -= self.top
+        weights = stats.keys[head] @ self.queries.T
+        self.top = weights.max(0)[:, None]
+        weights -= self.top.T
         self.weights = np.exp(weights, out=weights)
-        self.total = weights.sum(1, keepdims=True)
-        self.output = (weights @ stats.values[head]) / self.total
+        self.total = weights.sum(0)[:, None]
+        self.output = (weights.T @ stats.values[head]) / self.total
         self.recent = slice(-stats.recent_queries, None)
 
     def judge(
@@ -82,8 +90,10 @@ class Seen:
         centre, wide, mean_v = np.split(entries.astype(np.float32), [dk, 2 * dk], axis=1)
         var = np.minimum(q**2 @ (wide**2).T, MAX_VARIANCE)
         estimate = count * np.exp(q @ centre.T - self.top + var / 2)
-        starts = np.cumsum([0, *(len(m) for m in members[:-1])])
-        mass = np.add.reduceat(np.take(self.weights, np.concatenate(members), 1), starts, axis=1)
+        mass = np.empty_like(estimate)
+        for same, rows in _by_size(members):
+            ones = np.ones((1, rows.shape[1]), np.float32)
+            mass[:, same] = (ones @ self.weights[rows])[:, 0].T
         weight = estimate / self.total + np.float32(1e-12)
         noise = np.expm1(var) / count
         found = (weight * (mass / np.maximum(estimate, 1e-30) - 1) ** 2).sum(0)
