@@ -82,15 +82,17 @@ def features(keys: Floats, values: Floats, queries: Floats, value_weight: float 
     (another query may come), values [N, dv] relative to their norm."""
     power, axes = np.linalg.eigh(queries.T @ queries / len(queries))
     metric = axes * np.sqrt(np.maximum(power, 0) + FLOOR * power.mean())
-    size = max(float(np.sqrt((values**2).sum(1).mean())), 1e-30)
-    weighted = (values - values.mean(0)) * np.float32(value_weight / size)
-    return np.concatenate([keys @ metric.astype(np.float32), weighted], axis=1)
+    size = max(float(np.sqrt(np.vdot(values, values) / max(len(values), 1))), 1e-30)
+    x = np.empty((len(keys), keys.shape[1] + values.shape[1]), np.float32)
+    np.matmul(keys, metric.astype(np.float32), out=x[:, : keys.shape[1]])
+    np.multiply(values, np.float32(value_weight / size), out=x[:, keys.shape[1] :])
+    return x
 
 
 def _directions(x: Floats) -> Floats:
     """The first principal direction [B, f] of rows [B, n, f], nearly."""
-    x = x - x.mean(1, keepdims=True)
-    far = (x**2).sum(2).argmax(1)
+    x = x - np.full((1, x.shape[1]), 1 / x.shape[1], np.float32) @ x
+    far = np.einsum("bnf,bnf->bn", x, x).argmax(1)
     u = x[np.arange(len(x)), far][:, :, None]
     for _ in range(_ROUNDS):
         u = x.transpose(0, 2, 1) @ (x @ u)
