@@ -14,6 +14,8 @@ from serving.kv_compression.grouping import Floats, similar_groups
 Mask = NDArray[np.bool_]
 # Queries whose weights are computed at once, and keys whose groups show what is common.
 _CHUNK, _SAMPLE = 32, 2048
+# At most so many queries, spread over the capacity, are weighed against every row before them.
+_WEIGHED = 512
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Stats:
 
 
 class AttentionHistory:
-    """Softmax weights by row, accumulated over the queries shown to it (not all need be).
+    """Softmax weights by row, accumulated over the queries shown to it (not all need be; of more
+    than 512 those that come first in their 512th part of ``capacity`` rows).
 
     ``recent``: how many of the last observed queries (of one query head) count as recent.
     """
@@ -63,14 +66,17 @@ class AttentionHistory:
         self._spread: list[Floats] = []
         self._stride = 1
         self._query_sum: Floats | None = None
-        self._seen = 0
+        self._seen, self._place = 0, -1
 
     def observe(self, queries: Floats, positions: NDArray[np.int64], keys: Floats) -> None:
         """Queries [n, Hq, dk] at absolute ``positions`` [n], rising; keys [Hk, >= positions + 1,
         dk] of rows 0, 1, ... A query sees the rows up to its own position."""
         scaled = np.asarray(queries, np.float32) * np.float32(self._scale)
-        for a in range(0, len(positions), _CHUNK):
-            part, at = scaled[a : a + _CHUNK], positions[a : a + _CHUNK]
+        place = positions * _WEIGHED // self._sum.shape[1]
+        weighed = np.flatnonzero(np.diff(place, prepend=self._place))
+        self._place = place[-1]
+        for a in range(0, len(weighed), _CHUNK):
+            part, at = scaled[weighed[a : a + _CHUNK]], positions[weighed[a : a + _CHUNK]]
             for h, weights in enumerate(_weights(part, at, keys)):
                 n = weights.shape[-1]
                 self._sum[h, :n] += weights.sum(0)
