@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,7 @@ FLOOR = 0.5
 _SAMPLE, _ROUNDS = 64, 3
 
 
-def similar_groups(
-    x: Floats, size: int, *, step: int = 0, label: Rows | None = None
-) -> list[Rows]:
+def similar_groups(x: Floats, size: int, *, step: int = 0, label: Rows | None = None) -> list[Rows]:
     """Rows of x [N, f] in groups of at most ``size``, by cutting along the first principal
     direction again and again where the two sides differ most; at multiples of ``step`` rows. label
     [N]: parts to begin with, one unless given. With the default step, ``size``, only the last group
@@ -35,9 +33,10 @@ def _cut(parts: list[Rows], x: Floats, size: int, step: int) -> list[Rows]:
     """Both sides of each part, cut so that the sums of squares within them are least: at a multiple
     of ``step`` rows, no closer to an end than half a group or an eighth."""
     sizes = np.array([len(p) for p in parts])
-    sample = np.stack([p[np.arange(_SAMPLE) * len(p) // _SAMPLE] for p in parts])
-    along = [x[p] @ u for p, u in zip(parts, _directions(x[sample]), strict=True)]
     starts = np.cumsum(sizes) - sizes
+    rows = np.concatenate(parts)
+    sample = rows[starts[:, None] + np.arange(_SAMPLE) * sizes[:, None] // _SAMPLE]
+    along = [x[p] @ u for p, u in zip(parts, _directions(x[sample]), strict=True)]
     part = np.repeat(np.arange(len(parts)), sizes)
     flat = np.concatenate(along)
     order = np.lexsort((flat, part))
@@ -49,7 +48,10 @@ def _cut(parts: list[Rows], x: Floats, size: int, step: int) -> list[Rows]:
     gain = np.cumsum(flat, dtype=np.float64) ** 2 * (1 / left + 1 / np.maximum(right, 1))
     gain[~fits] = -1
     cuts = [a + 1 + gain[a : a + n].argmax() for a, n in zip(starts, sizes, strict=True)]
-    return np.split(np.concatenate(parts)[order], np.stack([starts, cuts], 1).ravel()[1:])
+    rows = rows[order]
+    return [
+        rows[a:b] for a, b in itertools.pairwise([*np.stack([starts, cuts], 1).flat, len(rows)])
+    ]
 
 
 def clusters(x: Floats, most: int = 48, rounds: int = 4) -> Rows:
@@ -96,5 +98,5 @@ def _directions(x: Floats) -> Floats:
     u = x[np.arange(len(x)), far][:, :, None]
     for _ in range(_ROUNDS):
         u = x.transpose(0, 2, 1) @ (x @ u)
-        u /= np.linalg.norm(u, axis=1, keepdims=True) + 1e-30
+        u /= np.abs(u).max(1, keepdims=True) + 1e-30
     return u[..., 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,16 @@ Halves = NDArray[np.float16]
 _WORST = 1e4
 
 
-def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Floats]:
-    """Many groups at once: k [E, n, dk], v [E, n, dv] -> entries [E, 2*dk + dv], stats [E, 2].
+def summarise(
+    k: Floats, v: Floats, sizes: Rows | None = None, *, sound: bool = False
+) -> tuple[Halves, Floats]:
+    """Many groups at once: k [E, n, dk], v [E, n, dv] -> entries [E, 2*dk + dv], stats [E, 2]. Of
+    group e the first sizes[e] rows count (n unless given), the others must be copies of these.
 
     The meaning is that of ``plugins.compressed_sparse_attention.ref.summarise``.
     """
-    share = np.full((1, k.shape[1]), 1 / k.shape[1], np.float32)
+    counts = np.full(len(k), k.shape[1], np.float32) if sizes is None else sizes.astype(np.float32)
+    share = _first(counts, k.shape[1]) / counts[:, None, None]
     centre = ((k.min(1) + k.max(1)) / 2 if sound else (share @ k)[:, 0]).astype(np.float16)
     mean_v = (share @ v)[:, 0].astype(np.float16)
     away = k - centre[:, None].astype(np.float32)
@@ -34,9 +39,9 @@ def summarise(k: Floats, v: Floats, *, sound: bool = False) -> tuple[Halves, Flo
         # fp32 sums may be off in their last bits: one more step of either type covers that.
         spread, reach = np.where(spread <= exact, up, spread), np.sqrt(far.max(1)) * (1 + 1e-6)
     else:
-        power = np.einsum("end,end->ed", away, away) / k.shape[1]
-        spread, reach = np.sqrt(power).astype(np.float16), np.sqrt(far.mean(1))
-    counts = np.full(len(k), k.shape[1], np.float32)
+        away *= away
+        spread = np.sqrt(share @ away)[:, 0].astype(np.float16)
+        reach = np.sqrt((share[:, 0] * far).sum(1))
     entries = np.concatenate([centre, spread, mean_v], axis=1)
     return entries, np.stack([counts, reach], axis=1).astype(np.float32)
 
@@ -47,17 +52,26 @@ def summarise_groups(
     """As ``summarise``, of groups of rows of k [T, dk], v [T, dv]; of any sizes but 0."""
     entries = np.zeros((len(groups), 2 * k.shape[1] + v.shape[1]), np.float16)
     figures = np.zeros((len(groups), 2), np.float32)
-    for same, rows in _by_size(groups):
-        entries[same], figures[same] = summarise(k[rows], v[rows], sound=sound)
+    for some, rows, sizes in _padded(groups):
+        entries[some], figures[some] = summarise(k[rows], v[rows], sizes, sound=sound)
     return entries, figures
 
 
-def _by_size(groups: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Which groups are of one size, and their rows [groups, size]."""
+def _first(sizes: Any, n: int) -> Floats:
+    """[E, 1, n]: one for the first sizes[e] of n rows, zero for the others."""
+    return (np.arange(n) < sizes[:, None, None]).astype(np.float32)
+
+
+def _padded(groups: Sequence[Rows]) -> Iterator[tuple[Rows, Rows, Rows]]:
+    """Groups of about one size: which, their rows [E, n] (n a power of two; the first row again
+    where a group is smaller) and sizes [E]."""
     sizes = np.array([len(g) for g in groups], np.int64)
-    for size in np.unique(sizes):
-        same = np.flatnonzero(sizes == size)
-        yield same, np.stack([groups[e] for e in same])
+    widths = np.exp2(np.ceil(np.log2(sizes))).astype(np.int64)
+    for n in np.unique(widths):
+        some = np.flatnonzero(widths == n)
+        rows = np.repeat([[groups[e][0]] for e in some], n, axis=1)
+        rows[np.arange(n) < sizes[some, None]] = np.concatenate([groups[e] for e in some])
+        yield some, rows, sizes[some]
 
 
 class Seen:
@@ -91,9 +105,8 @@ class Seen:
         var = np.minimum(q**2 @ (wide**2).T, MAX_VARIANCE)
         estimate = count * np.exp(q @ centre.T - self.top + var / 2)
         mass = np.empty_like(estimate)
-        for same, rows in _by_size(members):
-            ones = np.ones((1, rows.shape[1]), np.float32)
-            mass[:, same] = (ones @ self.weights[rows])[:, 0].T
+        for some, rows, sizes in _padded(members):
+            mass[:, some] = (_first(sizes, rows.shape[1]) @ self.weights[rows])[:, 0].T
         weight = estimate / self.total + np.float32(1e-12)
         noise = np.expm1(var) / count
         found = (weight * (mass / np.maximum(estimate, 1e-30) - 1) ** 2).sum(0)
