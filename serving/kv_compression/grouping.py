@@ -35,7 +35,8 @@ def _cut(parts: list[Rows], x: Floats, size: int, step: int) -> list[Rows]:
     sizes = np.array([len(p) for p in parts])
     starts = np.cumsum(sizes) - sizes
     rows = np.concatenate(parts)
-    sample = rows[starts[:, None] + np.arange(_SAMPLE) * sizes[:, None] // _SAMPLE]
+    n = min(_SAMPLE, int(sizes.max()))
+    sample = rows[starts[:, None] + np.arange(n) * sizes[:, None] // n]
     along = [x[p] @ u for p, u in zip(parts, _directions(x[sample]), strict=True)]
     part = np.repeat(np.arange(len(parts)), sizes)
     flat = np.concatenate(along)
