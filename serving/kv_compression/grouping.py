@@ -100,4 +100,4 @@ def _directions(x: Floats) -> Floats:
     for _ in range(_ROUNDS):
         u = x.transpose(0, 2, 1) @ (x @ u)
         u /= np.abs(u).max(1, keepdims=True) + 1e-30
-    return u[..., 0]
+    return np.asarray(u[..., 0], np.float32)

@@ -59,7 +59,7 @@ def summarise_groups(
 
 def _first(sizes: Any, n: int) -> Floats:
     """[E, 1, n]: one for the first sizes[e] of n rows, zero for the others."""
-    return (np.arange(n) < sizes[:, None, None]).astype(np.float32)
+    return np.asarray(np.arange(n) < sizes[:, None, None], np.float32)
 
 
 def _padded(groups: Sequence[Rows]) -> Iterator[tuple[Rows, Rows, Rows]]:
