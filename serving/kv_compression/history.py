@@ -74,7 +74,7 @@ class AttentionHistory:
         scaled = np.asarray(queries, np.float32) * np.float32(self._scale)
         place = positions * _WEIGHED // self._sum.shape[1]
         weighed = np.flatnonzero(np.diff(place, prepend=self._place))
-        self._place = place[-1]
+        self._place = int(np.append(self._place, place)[-1])
         for a in range(0, len(weighed), _CHUNK):
             part, at = scaled[weighed[a : a + _CHUNK]], positions[weighed[a : a + _CHUNK]]
             for h, weights in enumerate(_weights(part, at, keys)):

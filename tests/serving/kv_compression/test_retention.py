@@ -80,6 +80,23 @@ def test_history_does_not_depend_on_chunks() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=field.name)
 
 
+def test_of_many_queries_512_are_weighed_whatever_the_chunks() -> None:
+    rng = np.random.default_rng(0)
+    length = 1500
+    keys = rng.standard_normal((HK, length, D)).astype(np.float32)
+    queries = rng.standard_normal((length, HQ, D)).astype(np.float32)
+    found = []
+    for size in (length, 7):
+        history = AttentionHistory(HK, length, SCALE, recent=8)
+        for a in range(0, length, size):
+            history.observe(queries[a : a + size], np.arange(length)[a : a + size], keys)
+        found.append(history.stats(keys, keys, 0))
+    np.testing.assert_allclose(found[0].attention_sum.sum(1), 512 * HQ / HK, rtol=1e-4)
+    np.testing.assert_allclose(found[0].attention_sum, found[1].attention_sum, rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(found[0].queries, found[1].queries)
+    assert found[0].recent_queries == 4 * HQ // HK
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_policies_score_every_row_and_repeat_themselves(policy: Retention) -> None:
     stats = stats_of([T])
