@@ -9,9 +9,9 @@ B sequences, T tokens of this step, C slot capacity, N rows of logits wanted, i 
     valid_len                        [B] int64           tokens of the step that are not padding
     kv_append                        [1] int64           T: append K/V; 0: replay, write nothing
     logit_rows                       [N] int64           rows of B*T whose logits are wanted
-    rows_kept                        [1] int64           R of the T tokens, the last ones, go on
-                                                         after the last layer with a state (``ort``):
-                                                         T; 1 in a replay, which ends there
+    rows_kept                        [1] int64           R: so many of the T tokens go on behind the
+                                                         last layer with a state: T; 1 in a replay,
+                                                         which ends there (``ort`` only)
     past_key_i, past_value_i         [B, Hk, C, dk]      slot of attention layer i; where dv < dk
                                                          the last columns of V are unused
     conv_state_i                     [B, W-1, channels]  last inputs of the convolution

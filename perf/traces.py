@@ -92,7 +92,8 @@ def lengths(count: int) -> Iterator[int]:
 
 
 def history(trace: Trace) -> Stats:
-    seen = AttentionHistory(KV_HEADS, trace.keys.shape[1], SCALE)
+    length = trace.keys.shape[1]
+    seen = AttentionHistory(KV_HEADS, length, SCALE, weighed=length)
     seen.observe(trace.history, trace.history_at, trace.keys)
     return seen.stats(trace.keys, trace.values, trace.prompt_len)
 

@@ -14,8 +14,6 @@ from serving.kv_compression.grouping import Floats, similar_groups
 Mask = NDArray[np.bool_]
 # Queries whose weights are computed at once, and keys whose groups show what is common.
 _CHUNK, _SAMPLE = 32, 2048
-# At most so many queries, spread over the capacity, are weighed against every row before them.
-_WEIGHED = 512
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,22 @@ class Stats:
 
 
 class AttentionHistory:
-    """Softmax weights by row, accumulated over the queries shown to it (not all need be; of more
-    than 512 those that come first in their 512th part of ``capacity`` rows).
+    """Softmax weights by row, accumulated over the queries shown to it (not all need be).
 
-    ``recent``: how many of the last observed queries (of one query head) count as recent.
+    ``recent``: how many of the last observed queries (of one query head) count as recent;
+    ``weighed``: about so many queries, spread evenly over ``capacity`` positions, are weighed
+    against every row before them.
     """
 
-    def __init__(self, num_kv_heads: int, capacity: int, scale: float, recent: int = 32) -> None:
-        self._scale, self._recent = scale, recent
+    def __init__(
+        self,
+        num_kv_heads: int,
+        capacity: int,
+        scale: float,
+        recent: int = 32,
+        weighed: int = 512,
+    ) -> None:
+        self._scale, self._recent, self._weighed = scale, recent, weighed
         self._sum = np.zeros((num_kv_heads, capacity), np.float32)
         self._peak = np.zeros((num_kv_heads, capacity), np.float32)
         self._queries: Floats | None = None
@@ -72,7 +78,7 @@ class AttentionHistory:
         """Queries [n, Hq, dk] at absolute ``positions`` [n], rising; keys [Hk, >= positions + 1,
         dk] of rows 0, 1, ... A query sees the rows up to its own position."""
         scaled = np.asarray(queries, np.float32) * np.float32(self._scale)
-        place = positions * _WEIGHED // self._sum.shape[1]
+        place = positions * self._weighed // self._sum.shape[1]
         weighed = np.flatnonzero(np.diff(place, prepend=self._place))
         self._place = int(np.append(self._place, place)[-1])
         for a in range(0, len(weighed), _CHUNK):

@@ -1,4 +1,4 @@
-"""Compaction, growth and shrinking, against a copy that remembers every row by its position."""
+"""Compaction, against a copy that remembers every row by its position."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import pytest
 from plugins.compressed_sparse_attention.ref import BLOCK
 from plugins.compressed_sparse_attention.ref import summarise as summarise_one
 from serving.kv_compression.bounds import calibrated_factor, entry_bytes, rows_within
-from serving.kv_compression.compact import (
-    CompactLayer,
-    advance,
-    append,
-    compact,
-    release,
-    restore,
-)
+from serving.kv_compression.compact import CompactLayer, compact
 from serving.kv_compression.grouping import clusters, similar_groups
 from serving.kv_compression.history import AttentionHistory, Stats
 from serving.kv_compression.summaries import summarise
@@ -55,13 +48,13 @@ def compacted(
     return stats, layer, k, v
 
 
-def check(stats: Stats, layer: CompactLayer, k: np.ndarray, v: np.ndarray, extra: int = 0) -> None:
+def check(stats: Stats, layer: CompactLayer, k: np.ndarray, v: np.ndarray) -> None:
     """Every row is in the slot or in one group; slots hold the rows they say; entries describe
     their rows."""
     for h in range(HK):
         held = layer.positions[h]
         gone = np.concatenate([*layer.groups[h], np.zeros(0, np.int64)])
-        assert sorted([*held, *gone]) == list(range(T + extra))
+        assert sorted([*held, *gone]) == list(range(T))
         old = held < T
         np.testing.assert_array_equal(k[h, : len(held)][old], stats.keys[h, held[old]])
         np.testing.assert_array_equal(v[h, : len(held)][old], stats.values[h, held[old]])
@@ -73,14 +66,11 @@ def check(stats: Stats, layer: CompactLayer, k: np.ndarray, v: np.ndarray, extra
                 got = layer.summaries[h, layer.blocks + e]
                 np.testing.assert_allclose(got, entry, rtol=2e-3, atol=2e-3)
                 assert layer.stats[h, layer.blocks + e, 1] >= figures[1] * 0.999
-        for j in range(layer.summarised[h]):
+        for j in range(len(held) // BLOCK):
             at = slice(j * BLOCK, (j + 1) * BLOCK)
             entry, _ = summarise_one(k[h, at], v[h, at])
             np.testing.assert_allclose(layer.summaries[h, j], entry, rtol=2e-3, atol=2e-3)
             assert layer.stats[h, j, 0] == BLOCK
-        # What is full and has no summary is read.
-        open_ = layer.stats[h, layer.summarised[h] : len(held) // BLOCK]
-        assert np.isinf(open_[:, 1]).all()
 
 
 def test_every_row_is_somewhere_and_the_newest_come_last() -> None:
@@ -92,7 +82,7 @@ def test_every_row_is_somewhere_and_the_newest_come_last() -> None:
     for h in range(HK):
         np.testing.assert_array_equal(layer.positions[h][-RECENT:], np.arange(T - RECENT, T))
         assert max(map(len, layer.groups[h])) <= GROUP
-    used = sum(len(g) for g in layer.groups) + sum(layer.summarised)
+    used = sum(len(g) for g in layer.groups) + sum(layer.rows() // BLOCK)
     assert layer.summary_bytes() == used * entry_bytes(D, D)
 
 
@@ -121,42 +111,10 @@ def test_groups_merge_to_fit() -> None:
     check(stats, layer, k, v)
 
 
-def test_rows_come_back_and_go_again() -> None:
-    stats, layer, k, v = compacted()
-    before = [p.copy() for p in layer.positions]
-    groups = {e: layer.groups[0][e] for e in (2, 5)}
-    came = restore(layer, 0, list(groups), stats.keys, stats.values, k, v)
-    assert came == sum(map(len, groups.values()))
-    check(stats, layer, k, v)
-    release(layer, 0, groups, k, v)
-    check(stats, layer, k, v)
-    np.testing.assert_array_equal(layer.positions[0], before[0])
-    # With steps in between, rows that stay move up.
-    restore(layer, 0, list(groups), stats.keys, stats.values, k, v)
-    new = np.arange(2 * HK * 70 * D, dtype=np.float32).reshape(2, HK, 70, D) / 1e4
-    for i in range(70):
-        for h in range(HK):
-            n = len(layer.positions[h])
-            k[h, n], v[h, n] = new[0, h, i], new[1, h, i]
-        append(layer, T + i, k, v)
-    check(stats, layer, k, v, extra=70)
-    release(layer, 0, groups, k, v)
-    for h in range(HK):
-        advance(layer, h, k, v)
-    check(stats, layer, k, v, extra=70)
-    late = layer.positions[0] >= T
-    np.testing.assert_array_equal(k[0, : len(late)][late], new[0, 0])
-
-
 def test_what_cannot_be_changes_nothing() -> None:
     stats, layer, k, v = compacted()
     with pytest.raises(ValueError, match="do not fit"):
         compact(stats, np.zeros((HK, T)), np.zeros((HK, T), bool), 330, k[:, :300], v[:, :300])
-    groups = list(range(len(layer.groups[1])))
-    with pytest.raises(ValueError, match="do not fit"):
-        restore(layer, 1, groups, stats.keys, stats.values, k, v)
-    with pytest.raises(ValueError, match="restored"):
-        release(layer, 1, {0: layer.groups[1][0]}, k, v)
     check(stats, layer, k, v)
 
 
