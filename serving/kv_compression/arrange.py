@@ -54,7 +54,7 @@ def arrange(
         made = [stay[g] for g in similar_groups(x[stay], BLOCK)]
         whole = sum(len(g) == BLOCK for g in made[:more])
         kept, gone = kept + made[:whole], gone + made[whole:]
-    groups = [rest[g] for g in gone]
+    groups = [np.sort(rest[g]) for g in gone]
     _merge(groups, max_groups)
     order = np.concatenate([always, *(rest[g] for g in kept), tail])
     return order, len(always), groups
