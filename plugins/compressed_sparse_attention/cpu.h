@@ -110,7 +110,7 @@ struct SparseAnswer {
   float* error_bound;  // [G]
   float* mass_read;    // [G]
   int32_t* rows_read;
-  uint8_t* chosen;  // [S]
+  uint8_t* chosen;  // [S]: 1 chosen, 2 only after the first choice was not enough
 };
 
 void sparse_attention(const AttentionKernels&, const Heads&, const SparseStep&, SparseAnswer);

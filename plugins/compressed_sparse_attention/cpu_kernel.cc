@@ -38,6 +38,21 @@ struct Ahead {
   }
 };
 
+// The same where it is rows of `width` floats that lie anywhere.
+struct AheadRows {
+  const float* const* row;
+  int64_t count, width;
+  int64_t at = 0;
+  template <int n>
+  inline void lines() {
+    for (int i = 0; i < n && count > 0; ++i) {
+      __builtin_prefetch(*row + at);
+      at += 16;
+      if (at >= width) at = 0, ++row, --count;
+    }
+  }
+};
+
 // What a tile sums over the channels.
 struct Product {
   static Vec add(Vec sum, Vec query, Vec key) { return sum + query * key; }
@@ -47,9 +62,9 @@ struct ProductOfSquare {
 };
 
 // out[j * out_stride + r] for R rows of d channels and Q queries, R * Q = 8.
-template <int R, int Q, class Term, class T>
+template <int R, int Q, class Term, class T, class A>
 inline void tile(const float* q, int64_t stride, const T* const* row, int64_t d, float* out,
-                 int64_t out_stride, Ahead& ahead) {
+                 int64_t out_stride, A& ahead) {
   Vec sum[8] = {};
   const auto step = [&](int64_t i, auto load_key) __attribute__((always_inline)) {
     Vec key[R];
@@ -69,7 +84,7 @@ inline void tile(const float* q, int64_t stride, const T* const* row, int64_t d,
   int64_t i = 0;
   for (; i + kLanes <= d; i += kLanes) {
     step(i, [](const T* p) { return load(p); });
-    ahead.lines<R * kLanes / 16>();
+    ahead.template lines<R * kLanes / 16>();
   }
   if (i < d) step(i, [n = d - i](const T* p) { return load_part(p, n); });
   alignas(32) float sums[8];
@@ -79,9 +94,9 @@ inline void tile(const float* q, int64_t stride, const T* const* row, int64_t d,
 }
 
 // out [G, out_stride] for eight rows.
-template <class Term, class T>
+template <class Term, class T, class A>
 inline void eight_rows(const float* q, int64_t G, int64_t stride, const T* const* row, int64_t d,
-                       float* out, int64_t out_stride, Ahead& ahead) {
+                       float* out, int64_t out_stride, A& ahead) {
   int64_t g = 0;
   for (; g + 2 <= G; g += 2) {
     const float* query = q + g * stride;
@@ -93,8 +108,8 @@ inline void eight_rows(const float* q, int64_t G, int64_t stride, const T* const
 }
 
 // scores [G, kTile] of up to kTile rows; those beyond the last are kNone. `k(r)` is where one starts.
-template <class Row>
-inline void score(const Heads& h, Row k, int64_t rows, float* scores, Ahead ahead) {
+template <class Row, class A>
+inline void score(const Heads& h, Row k, int64_t rows, float* scores, A ahead) {
   const float* row[8];
   for (int64_t r0 = 0; r0 < rows; r0 += 8) {
     for (int64_t r = 0; r < 8; ++r) row[r] = k(r0 + r < rows ? r0 + r : rows - 1);
@@ -135,9 +150,9 @@ inline void weigh(const Heads& h, float* scores, Partial part) {
 }
 
 // o_j += sum_r p[j, r] row_r over W vectors of Q queries. `row(r)` is where the vectors start.
-template <int Q, int W, class Row, class Load, class Store>
+template <int Q, int W, class Row, class A, class Load, class Store>
 inline void gather_tile(const float* p, int64_t p_stride, Row row, int64_t rows, float* o,
-                        int64_t stride, Ahead& ahead, Load load_v, Store store_o) {
+                        int64_t stride, A& ahead, Load load_v, Store store_o) {
   Vec sum[Q][W];
 #pragma GCC unroll 8
   for (int j = 0; j < Q; ++j) {
@@ -159,7 +174,7 @@ inline void gather_tile(const float* p, int64_t p_stride, Row row, int64_t rows,
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) sum[j][w] += weight * value[w];
     }
-    ahead.lines<4 / Q>();
+    ahead.template lines<4 / Q>();
   }
 #pragma GCC unroll 8
   for (int j = 0; j < Q; ++j) {
@@ -168,9 +183,9 @@ inline void gather_tile(const float* p, int64_t p_stride, Row row, int64_t rows,
   }
 }
 
-template <int Q, int W, class Row>
+template <int Q, int W, class Row, class A>
 inline void gather_heads(const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
-                         float* o, int64_t stride, Ahead& ahead) {
+                         float* o, int64_t stride, A& ahead) {
   const auto whole = [](const auto* x) { return load(x); };
   const auto put = [](float* x, Vec y) { store(x, y); };
   int64_t i = 0;
@@ -188,9 +203,9 @@ inline void gather_heads(const float* p, int64_t p_stride, Row row, int64_t rows
 }
 
 // o [G, stride] += sum_r p[g, r] row_r
-template <class Row>
+template <class Row, class A>
 inline void gather(int64_t G, const float* p, int64_t p_stride, Row row, int64_t rows, int64_t d,
-                   float* o, int64_t stride, Ahead ahead) {
+                   float* o, int64_t stride, A ahead) {
   int64_t g = 0;
   for (; g + 2 <= G; g += 2) {
     gather_heads<2, 4>(p + g * p_stride, p_stride, row, rows, d, o + g * stride, stride, ahead);
@@ -220,32 +235,30 @@ void attend(const Heads& h, Rows rows, const int32_t* ids, int64_t count, Partia
     const int64_t n = left < kTile ? left : kTile;
     const float *k = rows.k + first * h.dk, *v = rows.v + first * h.dv;
     const float* next_k = rows.k + first_row(tile + 1) * h.dk;
-    score(h, [&](int64_t r) { return k + r * h.dk; }, n, scores, {v, v + n * h.dv});
+    score(h, [&](int64_t r) { return k + r * h.dk; }, n, scores, Ahead{v, v + n * h.dv});
     weigh(h, scores, part);
     gather(h.G, scores, kTile, [&](int64_t r) { return v + r * h.dv; }, n, h.dv, part.o, h.stride,
-           {next_k, next_k + kTile * h.dk});
+           Ahead{next_k, next_k + kTile * h.dk});
   }
 }
 
 void attend_scattered(const Heads& h, ScatteredRows rows, Partial part) {
   alignas(64) float scores[kMaxGroup * kTile];
-  const Ahead none{nullptr, nullptr};
-  const auto fetch = [&](int64_t first) {
-    for (int64_t r = first; r < first + kTile && r < rows.count; ++r) {
-      const int64_t at = kUnit * rows.at[r];
-      for (int64_t i = 0; i < h.dk; i += 16) __builtin_prefetch(rows.k + at + i);
-      for (int64_t i = 0; i < h.dv; i += 16) __builtin_prefetch(rows.v + at + i);
-    }
-  };
-  fetch(0);
-  for (int64_t first = 0; first < rows.count; first += kTile) {
-    fetch(first + kTile);
+  const float *k[2][kTile], *v[kTile];  // of this tile, and the keys of the next
+  const auto find = [&](const float* base, int64_t first, const float** row) {
     const int64_t left = rows.count - first, n = left < kTile ? left : kTile;
-    const auto k = [&](int64_t r) { return rows.k + kUnit * rows.at[first + r]; };
-    const auto v = [&](int64_t r) { return rows.v + kUnit * rows.at[first + r]; };
-    score(h, k, n, scores, none);
+    for (int64_t r = 0; r < n; ++r) row[r] = base + kUnit * rows.at[first + r];
+    return n;
+  };
+  int64_t n = find(rows.k, 0, k[0]);
+  for (int64_t first = 0, i = 0; first < rows.count; first += kTile, i = 1 - i) {
+    find(rows.v, first, v);
+    const int64_t next = find(rows.k, first + kTile, k[1 - i]);
+    const auto of = [](const float* const* row) { return [row](int64_t r) { return row[r]; }; };
+    score(h, of(k[i]), n, scores, AheadRows{v, n, h.dv});
     weigh(h, scores, part);
-    gather(h.G, scores, kTile, v, n, h.dv, part.o, h.stride, none);
+    gather(h.G, scores, kTile, of(v), n, h.dv, part.o, h.stride, AheadRows{k[1 - i], next, h.dk});
+    n = next;
   }
 }
 
@@ -362,7 +375,7 @@ void gather_entries(const Heads& h, Entries e, Estimates x, float* o) {
   for (int64_t i = 0; i < e.count; i += kBlock) {  // while they are in the nearest cache
     const int64_t n = e.count - i < kBlock ? e.count - i : kBlock;
     const auto row = [&](int64_t r) { return e.entry + e.ids[i + r] * size + 2 * h.dk; };
-    gather(h.G, x.mass + i, e.stride, row, n, h.dv, o, h.stride, {nullptr, nullptr});
+    gather(h.G, x.mass + i, e.stride, row, n, h.dv, o, h.stride, Ahead{nullptr, nullptr});
   }
 }
 

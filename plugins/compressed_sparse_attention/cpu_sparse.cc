@@ -12,6 +12,7 @@ namespace hybrid {
 namespace {
 
 constexpr int kAttempts = 3;
+constexpr uint8_t kFirst = 1, kLate = 2;  // how `chosen` is marked
 
 // One query group's search. Its buffers are taken from one that the thread keeps.
 class Search {
@@ -28,13 +29,14 @@ class Search {
     const std::vector<int32_t> always = sort_entries();
     allocate();
     kernels_.clear(h_, read_part_);
-    read(always);  // 1.
+    read(always, kFirst);  // 1.
     if (!ids_.empty()) kernels_.score_entries(h_, q2_, entries(), sound_, x_);
     evaluate();
     for (int attempt = 0; attempt <= kAttempts; ++attempt) {  // 4.
-      const std::vector<int32_t> wanted = choose(attempt == kAttempts);
+      const uint8_t mark = attempt ? kLate : kFirst;
+      const std::vector<int32_t> wanted = choose(attempt == kAttempts, mark);
       if (!broken_) break;
-      read(wanted);  // 3.
+      read(wanted, mark);  // 3.
       evaluate();
     }
     report();
@@ -94,10 +96,10 @@ class Search {
     return {step_.entry, ids_.data(), static_cast<int64_t>(ids_.size()), stride_};
   }
 
-  void read(const std::vector<int32_t>& blocks) {
+  void read(const std::vector<int32_t>& blocks, uint8_t mark) {
     kernels_.attend(h_, step_.rows, blocks.data(), blocks.size(), read_part_);
     for (const int32_t j : blocks) {
-      answer_.chosen[j] = 1;
+      answer_.chosen[j] = mark;
       rows_read_ += std::min<int64_t>(kBlock, step_.rows.count - j * kBlock);
     }
   }
@@ -131,7 +133,7 @@ class Search {
   }
 
   // 2. for every head that breaks its limit; `all`: all that is left. Returns the blocks to read.
-  std::vector<int32_t> choose(bool all) {
+  std::vector<int32_t> choose(bool all, uint8_t mark) {
     broken_ = false;
     for (int64_t g = 0; g < h_.G; ++g) {
       if (open_error_[g] <= limit_) continue;
@@ -148,10 +150,10 @@ class Search {
       if (state_[i] != kWanted) continue;
       const int32_t j = ids_[i];
       x_.open[i] = 0;
-      answer_.chosen[j] = 1;
+      answer_.chosen[j] = mark;
       if (j < blocks_) {
         blocks.push_back(j);
-      } else if (!read_from_host(j)) {
+      } else if (!take_from_host(j)) {
         state_[i] = kMissing;
         continue;
       }
@@ -161,23 +163,29 @@ class Search {
         x_.width[g * stride_ + i] = 0;
       }
     }
+    read_from_host();
     return blocks;
   }
 
-  // An evicted group; false where the host does not have it.
-  bool read_from_host(int32_t j) {
+  // Notes the rows of an evicted group; false where the host does not have it.
+  bool take_from_host(int32_t j) {
     const ScatteredRows& all = step_.host;
     const int64_t first = all.count ? step_.host_first[j] : -1;
     const int64_t count = static_cast<int64_t>(step_.stats[2 * j]);
     if (first < 0 || first + count > all.count) return false;
-    const ScatteredRows rows{all.k, all.v, all.at + first, count};
+    const int32_t *from = all.at + first, *to = from + count;
     const int64_t last = (step_.host_size - h_.dk) / kUnit;
-    for (int64_t i = 0; i < count; ++i) {
-      if (rows.at[i] < 0 || rows.at[i] > last) return false;
-    }
+    if (std::any_of(from, to, [&](int32_t at) { return at < 0 || at > last; })) return false;
+    from_host_.insert(from_host_.end(), from, to);
+    return true;
+  }
+
+  void read_from_host() {
+    const int64_t count = from_host_.size();
+    const ScatteredRows rows{step_.host.k, step_.host.v, from_host_.data(), count};
     kernels_.attend_scattered(h_, rows, read_part_);
     rows_read_ += count;
-    return true;
+    from_host_.clear();
   }
 
   // The largest t for which the open entries with e < t are within the limit together. A histogram
@@ -235,6 +243,7 @@ class Search {
   std::vector<int32_t> ids_;
   std::vector<State> state_;
   std::vector<float> sorted_;
+  std::vector<int32_t> from_host_;
   Estimates x_{};
   Partial read_part_{};
   float *q2_ = nullptr, *estimate_ = nullptr, *o_ = nullptr;

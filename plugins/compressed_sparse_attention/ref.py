@@ -78,8 +78,9 @@ class SparseStep:
     o [B, Hq, dv]; error_bound [B, Hq]: relative L2 error of o (``sound``: never more; else times
     calibrated ``factor``: rarely more; inf: nothing is known), 0 when every row was read;
     mass_read [B, Hq]: share of the (estimated) softmax mass that was read exactly;
-    rows_read [B, Hk]: rows read, of the slot and of the host; chosen [B, Hk, S] uint8: 1 = this
-    entry was read, or, where the host does not have its rows, would have to be.
+    rows_read [B, Hk]: rows read, of the slot and of the host; chosen [B, Hk, S] uint8: not 0 = this
+    entry was read, or, where the host does not have its rows, would have to be; 2 = only after what
+    was chosen first had not been enough.
     ``error_bound <= epsilon`` wherever no such entry is chosen.
     """
 
@@ -236,7 +237,7 @@ def sparse_decode_attention(
             sound,
         )
         limit = epsilon / (1 + epsilon) if sound else (epsilon / factor) ** 2
-        chosen = always.copy()
+        chosen, late = always.copy(), np.zeros(S, bool)
         read = chosen & readable
         for attempt in range(4):
             open_ = live & ~chosen
@@ -244,11 +245,13 @@ def sparse_decode_attention(
             broken = [g for g in range(len(e)) if e[g, open_].sum() > limit]
             if not broken:
                 break
+            before = chosen.copy()
             for g in broken:
                 rest = np.flatnonzero(open_)
                 order = rest[np.argsort(-e[g, rest], kind="stable")]
                 tail = np.cumsum(e[g, order][::-1])[::-1]
                 chosen[order[tail > limit] if attempt < 3 else order] = True
+            late |= chosen & ~before & (attempt > 0)
             read = chosen & readable
         else:
             o, mass_read, e = state.attend(read, live & ~read)
@@ -257,7 +260,7 @@ def sparse_decode_attention(
         with np.errstate(divide="ignore"):
             bound = np.where(left < 1, left / (1 - left), np.inf) if sound else factor * left**0.5
         step.error_bound[b, group] = bound
-        step.chosen[b, h] = chosen
+        step.chosen[b, h] = chosen.astype(np.uint8) + late
         step.rows_read[b, h] = read[state.owner].sum()
     return step
 

@@ -249,7 +249,8 @@ def choose_more(
                 wrong = tl.load(errors + place, mask=(j < S)[None, :], other=-1.0)
                 more = (wrong >= 0) & (wrong.to(tl.int32, bitcast=True) > under[:, None])
                 more = tl.max((more & broken[:, None]).to(tl.int32), 0)
-                tl.store(chosen + first + j, more.to(tl.int8), mask=(j < S) & (more > 0))
+                mark = (more * tl.where(stage > 0, 2, 1)).to(tl.int8)
+                tl.store(chosen + first + j, mark, mask=(j < S) & (more > 0))
 
 
 @dataclass(frozen=True)

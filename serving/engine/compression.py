@@ -218,11 +218,13 @@ class Compression:
             fetched = total = 0
             for i, heads in view.layers.items():
                 rows, read = slots.counts[f"kv_rows_{i}"][row], found[f"rows_read_{i}"][row]
-                chosen = found[f"chosen_{i}"][row] > 0
+                marks = found[f"chosen_{i}"][row]
+                chosen = marks > 0
                 heads.own.append(rows - 1)
                 usage.kv_rows_held += int(rows.sum())
                 usage.kv_rows_read += int(read.sum())
                 total += int(read.sum())
+                usage.kv_selected_more += int((marks > 1).any(1).sum())
                 in_slot = chosen[:, : slots.blocks].sum(1)
                 usage.kv_all_read += int((in_slot == -(-rows // BLOCK)).sum())
                 usage.kv_error = max(usage.kv_error, float(found[f"error_bound_{i}"][row].max()))

@@ -9,8 +9,9 @@ from serving.engine.requests import Usage
 OUTCOMES = ("ok", "cancelled", "error", "refused")
 TOKENS = ("prompt", "cached", "replayed", "computed", "generated")
 KV_ROWS = ("held", "read")
-# Head steps that read all rows kept, steps that brought evicted rows back, returns to dense.
-KV_EXPANSIONS = ("all_read", "fetched", "dense")
+# Head steps whose first selection was not enough, that read all rows kept; steps that read evicted
+# rows; returns to dense.
+KV_EXPANSIONS = ("selected_more", "all_read", "fetched", "dense")
 SOURCES = ("state", "split", "tail", "recompute")
 _TTFT = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 _REPLAY_ERROR = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]

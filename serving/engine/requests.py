@@ -90,9 +90,9 @@ class Usage:
 
     ``generated_tokens`` counts a final stop token, which is not part of the answer. kv_kept: bytes
     of K/V and summaries after compaction over dense; kv_rows_read of kv_rows_held by its steps,
-    kv_all_read head steps that read all of them, kv_fetched steps that brought evicted rows back,
-    kv_dense returns to dense, kv_expansions both; kv_error: largest bound of an attention output's
-    relative error.
+    kv_selected_more head steps whose first selection was not enough, kv_all_read those that read
+    all of them, kv_fetched steps that read evicted rows, kv_dense returns to dense, kv_expansions
+    both of these; kv_error: largest bound of an attention output's relative error.
     """
 
     prompt_tokens: int = 0
@@ -110,6 +110,7 @@ class Usage:
     kv_error: float = 0.0
     kv_rows_read: int = 0
     kv_rows_held: int = 0
+    kv_selected_more: int = 0
     kv_all_read: int = 0
     kv_fetched: int = 0
     kv_dense: int = 0

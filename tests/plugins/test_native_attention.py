@@ -61,6 +61,7 @@ class Case:
     epsilon: float = 0.05
     peak: float = 3.0
     host: bool = False
+    own: float = 0.3  # of a row, beside what its block shares
 
     @property
     def value_dim(self) -> int:
@@ -83,6 +84,9 @@ CASES = [
     Case(6, ((1000,),), 24, evicted=7, host=True, epsilon=0.001),
     Case(2, ((200, 200),), 80, evicted=3, host=True, epsilon=1e-6, peak=1.0),
     Case(4, ((300,),), 32, sound=True, evicted=9, host=True, epsilon=0.5, peak=0.3),
+    # So unlike inside their blocks that a first choice is not enough.
+    Case(2, ((1000, 900),), 64, evicted=30, host=True, epsilon=0.1, own=3.0),
+    Case(2, ((1000, 900),), 64, evicted=30, host=True, epsilon=0.1, own=2.0),
 ]
 
 
@@ -134,7 +138,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Array]:
         for name, d in (("past_k", dk), ("past_v", dv)):
             # Blocks that differ, with rows alike inside: what makes a selection worth while.
             centre = rng.standard_normal((M, 1, d)) * (case.peak if name == "past_k" else 1)
-            alike = centre + 0.3 * rng.standard_normal((M, BLOCK, d))
+            alike = centre + case.own * rng.standard_normal((M, BLOCK, d))
             x[name][b, h, : n - 1] = alike.reshape(-1, d)[: n - 1]
         recent = max(-(-n // BLOCK) - RECENT, 0)
         fill = [(j, slice(j * BLOCK, (j + 1) * BLOCK)) for j in range(recent)]
@@ -254,6 +258,9 @@ def test_the_cases_read_some_and_leave_some() -> None:
     chosen = [reference(c, inputs(c)).chosen[..., -c.evicted :].any() for c in CASES if c.evicted]
     assert any(chosen)
     assert not all(chosen)
+    late = [(reference(c, inputs(c)).chosen == 2).any() for c in CASES]
+    assert any(late)
+    assert not all(late)
 
 
 def dense_case(case: Case) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -202,6 +202,7 @@ def test_the_kept_set_shrinks_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -
     tight = engine.submit(asked(tokens, CompressionRequest("bounded", 0.3, 0.01), 60))
     dense = engine.submit(asked(tokens, CompressionRequest("off"), 60))
     assert tight.tokens() == dense.tokens()
+    assert 0 < tight.usage.kv_selected_more < 2 * 2 * 60
     counts = [count for count, _ in seen]
     assert any(b < a for a, b in zip(counts, counts[4:], strict=False)), "it shrank"
     assert any(b > a + 1 for a, b in zip(counts, counts[4:], strict=False)), "it grew"
