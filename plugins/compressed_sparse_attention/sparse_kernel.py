@@ -5,7 +5,8 @@ reads the chosen blocks row by row and takes the other entries by their summarie
 entries; `choose_more` adds the splits up, bounds the error and, where it is too large, chooses more
 entries. Five rounds are always launched: what is done returns at once, so that the host never
 waits. The fewest entries that keep the limit are found by bisection over the bits of a threshold,
-so entries of exactly equal error are chosen together, where the reference takes the lower index.
+so entries of exactly equal error are chosen together, where the reference takes the lower index;
+it does not tell first choices from later ones.
 
 Only machines with a GPU, builds and tests import this module: serving never does.
 """
@@ -249,8 +250,7 @@ def choose_more(
                 wrong = tl.load(errors + place, mask=(j < S)[None, :], other=-1.0)
                 more = (wrong >= 0) & (wrong.to(tl.int32, bitcast=True) > under[:, None])
                 more = tl.max((more & broken[:, None]).to(tl.int32), 0)
-                mark = (more * tl.where(stage > 0, 2, 1)).to(tl.int8)
-                tl.store(chosen + first + j, mark, mask=(j < S) & (more > 0))
+                tl.store(chosen + first + j, more.to(tl.int8), mask=(j < S) & (more > 0))
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class SparseStep:
     chosen: torch.Tensor
 
 
-SPLIT, ENTRIES = 32, 16  # entries a split and a tile
+SPLIT = 32  # entries a split
 WARPS = 8
 
 
@@ -304,7 +304,7 @@ def sparse_decode(
     )
     errors = torch.empty(B * Hk, BG, S, **new)
     o, (lse, mass_read, bound) = torch.empty_like(q), torch.empty(3, B, Hq, **new)
-    sizes: dict[str, Any] = {"D": D, "BD": BD, "BG": BG, "BE": ENTRIES, "SOUND": sound}
+    sizes: dict[str, Any] = {"D": D, "BD": BD, "BG": BG, "BE": _tile(BD), "SOUND": sound}
     for stage in range(ROUNDS + 1):
         read_chosen[(splits, B * Hk)](
             q, pool_k, pool_v, block_table, rows, summaries, stats, chosen, done, sums, acc,
@@ -317,6 +317,11 @@ def sparse_decode(
             num_warps=WARPS,
         )  # fmt: skip
     return SparseStep(o, lse, bound, mass_read, chosen)
+
+
+def _tile(dim: int) -> int:
+    """Entries of a tile: what fits the registers."""
+    return 32 if dim <= 64 else 16
 
 
 def _always_read(rows: torch.Tensor, stats: torch.Tensor, blocks: int, recent: int) -> torch.Tensor:
@@ -338,7 +343,7 @@ def variants() -> Iterator[Variant]:
         kinds |= dict.fromkeys(("scale", "epsilon", "factor"), "fp32")
         for D in (64, 128, 256):
             values = {
-                "D": D, "BD": D, "PAGE": 32, "BG": 16, "BE": ENTRIES, "SHARE": SPLIT,
+                "D": D, "BD": D, "PAGE": 32, "BG": 16, "BE": _tile(D), "SHARE": SPLIT,
                 "SOUND": False,
             }  # fmt: skip
             for kernel in (read_chosen, choose_more):
