@@ -31,6 +31,8 @@ from serving.engine.model import Model
 
 TASKS = ("needle", "mqar", "lww", "copy", "split")
 CONTROL = "hybrid-tiny-linear"
+# By default, of replay and with --compress, which tries twenty settings on each sample.
+LENGTHS, ANSWERS = ("1000,4000,16000", "2000"), (256, 128)
 # Prefix lengths of a cell: L, L - STEP, ...; over 512 they meet checkpoints at all distances.
 SPREAD, STEP = 5, 101
 console = Console(width=160)
@@ -209,9 +211,13 @@ def main(
     bundle: Annotated[Path | None, typer.Option(help="A converted model instead")] = None,
     ratios: Annotated[str, typer.Option(help="Shares of L to replay from zero")] = "",
     methods: Annotated[str, typer.Option(help="all, or nothing beside the ratios")] = "",
-    lengths: Annotated[str, typer.Option()] = "1000,4000,16000",
+    lengths: Annotated[
+        str, typer.Option(help="Default 1000,4000,16000; 2000 with --compress")
+    ] = "",
     tasks: Annotated[str, typer.Option()] = ",".join(TASKS),
-    answers: Annotated[int, typer.Option(help="At least, per cell")] = 256,
+    answers: Annotated[
+        int, typer.Option(help="At least, per cell; default 256; 128 with --compress")
+    ] = 0,
     gate: Annotated[bool, typer.Option("--gate", help="Judge the error gate instead")] = False,
     compress: Annotated[
         bool, typer.Option("--compress", help="Judge KV compression instead of replay")
@@ -222,7 +228,8 @@ def main(
 ) -> None:
     """Measure replay quality; the control model always runs too."""
     if quick:
-        lengths, answers = "1000", 48
+        lengths, answers = lengths or "1000", answers or (16 if compress else 48)
+    lengths, answers = lengths or LENGTHS[compress], answers or ANSWERS[compress]
     names = list(dict.fromkeys([*(model or ["hybrid-tiny"]), CONTROL]))
     bundles = [Bundle.open(bundle)] if bundle else [bundle_of(name) for name in names]
     if gate:
@@ -230,9 +237,7 @@ def main(
         return
     sizes = [int(n) for n in lengths.split(",")]
     if compress:
-        report_compression(
-            bundles, sizes, min(answers, 16) if quick else answers, console, json_path
-        )
+        report_compression(bundles, sizes, answers, console, json_path)
         return
     cells = []
     for each in bundles:
