@@ -198,12 +198,14 @@ class Compression:
         """A step of these sequences is about to run."""
         for row, seq in enumerate(batch):
             view, now = seq.compacted, time.monotonic()
-            if now > view.renewed + RENEW:
-                self.prefixes.renew(view.match)
-                view.renewed = now
-            if not view.lost and not view.host.holds(view.match):
+            if view.lost:
+                continue
+            if view.host is not self._host or not view.host.holds(view.match):
                 view.lost = True
                 slots.lose_host(row)
+            elif now > view.renewed + RENEW:
+                self.prefixes.renew(view.match)
+                view.renewed = now
         slots.grow(len(batch))
 
     def after(
@@ -228,12 +230,11 @@ class Compression:
                 in_slot = chosen[:, : slots.blocks].sum(1)
                 usage.kv_all_read += int((in_slot == -(-rows // BLOCK)).sum())
                 usage.kv_error = max(usage.kv_error, float(found[f"error_bound_{i}"][row].max()))
-                evicted = chosen[:, slots.blocks :]
-                if evicted.any():
-                    fetched += 1
-                    again = evicted & (heads.read[:, slots.blocks :] > view.steps - RETURN)
-                    self._bring_back(slots, seq, row, i, again)
+                again = chosen & (heads.read > view.steps - RETURN)
                 heads.read[chosen] = view.steps
+                if chosen[:, slots.blocks :].any():
+                    fetched += 1
+                    self._bring_back(slots, seq, row, i, again[:, slots.blocks :])
             usage.kv_fetched += fetched > 0
             usage.kv_expansions += fetched > 0
             everything = sum(m.num_kv_heads for _, m in self._layers) * (view.length + view.steps)
@@ -317,6 +318,8 @@ class Compression:
         view, slots, row = seq.compacted, seq.slots, seq.row
         assert view is not None
         assert isinstance(slots, CompactSlots)
+        if view.lost:
+            return False
         blocks = np.arange(-(-view.length // self.prefixes.block_size))
         arrays = self.prefixes.read_blocks(view.match, blocks)
         if arrays is None:
@@ -343,9 +346,10 @@ class Compression:
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """Unpin the host copy."""
+        """Unpin the host copy, unless its cache is gone: another one's leases are others."""
         if seq.compacted is not None:
-            self.prefixes.unpin(seq.compacted.match)
+            if seq.compacted.host is self.prefixes.host_copy():
+                self.prefixes.unpin(seq.compacted.match)
             seq.compacted = None
 
 

@@ -141,6 +141,26 @@ def test_without_its_host_copy_a_sequence_goes_on_and_says_so(lab: Lab) -> None:
     assert again.usage.kv_error <= 0.01
 
 
+def test_another_cache_is_not_taken_for_the_host_copy(lab: Lab) -> None:
+    """A cache that was restarted has other rows in the same places, and other leases."""
+    cache, restarted = lab.cache(), lab.cache()
+    engine = lab.engine(cache, max_seq_len=4096)
+    tight = CompressionRequest("bounded", 0.3, 0.01)
+    first = engine.submit(asked(make_samples("text", LENGTH, 1, seed=4)[0].prefix, tight, 400))
+    next(iter(first))
+    assert engine._prefixes is not None
+    engine._prefixes._index = restarted
+    second = engine.submit(asked(make_samples("text", LENGTH, 1, seed=5)[0].prefix, tight, 3))
+    assert len(second.tokens()) == 3
+    assert second.usage.kv_error <= 0.01
+    first.cancel()
+    first.tokens()
+    assert first.usage.kv_error > 0.01
+    wait_idle(engine)
+    assert restarted.stats()["leases_read"] == 0
+    assert cache.expire(float("inf")) == 1
+
+
 def test_without_kernels_it_is_refused(
     lab: Lab, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
