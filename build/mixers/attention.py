@@ -162,8 +162,8 @@ def _qk_norm(g: GraphBuilder, x: str, path: str, m: Attention, heads: int) -> st
 
 
 def _rope_tables(g: GraphBuilder, step: StepInputs, rope: Rope) -> tuple[str, str]:
-    """cos and sin [B, T, dim/2] of this step's positions, shared by all layers."""
-    tag = f"/rope/{zlib.crc32(repr(rope).encode()):08x}"
+    """cos and sin [B, T, dim/2] of the positions at hand, shared by all layers that see them."""
+    tag = f"/rope/{step.tokens}/{zlib.crc32(repr(rope).encode()):08x}"
     names = (f"{tag}/cos", f"{tag}/sin")
     if not any(n.name == names[0] for n in g.nodes):
         freq = g.array(f"rope.inv_freq{tag}", np.asarray(rope.inv_freq, np.float32)[None, None])
