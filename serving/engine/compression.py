@@ -200,7 +200,8 @@ class Compression:
             view, now = seq.compacted, time.monotonic()
             if view.lost:
                 continue
-            if view.host is not self._host or not view.host.holds(view.match):
+            still_there = view.host.holds(view.match)
+            if not still_there or view.host is not self._host:
                 view.lost = True
                 slots.lose_host(row)
             elif now > view.renewed + RENEW:
