@@ -29,6 +29,9 @@ in plugins/compressed_sparse_attention/node.py). A run without these inputs is a
     kv_rows_i                        [B, Hk] int32       rows in use, per head; for seqlens
     summaries_i                      [B, Hk, S, 3*dk] fp16
     stats_i                          [B, Hk, S, 2]
+    host_key_i, host_value_i         [N]                 memory in which evicted rows are read
+    host_rows_i                      [B, Hk, R] int32    where each of them starts
+    host_first_i                     [B, Hk, S] int32    the first of each entry
     -> present_{summaries,stats}_i   may alias the inputs
     -> error_bound_i, mass_read_i    [B, Hq]
     -> rows_read_i                   [B, Hk] int32

@@ -22,7 +22,7 @@ class Outcome:
     """By head step [S, Hq] unless said otherwise; shares of the softmax mass and of T rows.
 
     error: relative L2 of the output; read, estimated: mass of rows read exactly, and of the others
-    as far as their estimate covers it; rows: read by the head's group; entries: summaries scored;
+    as far as their estimate covers it; rows: read by the head's group;
     stage: 0 some retained rows, 1 all retained, 2 evicted rows fetched, 3 every row read;
     fetched: rows read from the host copy; kept: rows in the slot, and those fetched at this step;
     recalled [asked, Hk]; summary_bytes: over the bytes of T rows.
@@ -32,7 +32,6 @@ class Outcome:
     read: Any
     estimated: Any
     rows: Any
-    entries: Any
     stage: Any
     fetched: Any
     bound: Any
@@ -65,7 +64,7 @@ def evict(truth: TraceTruth, kept: Mask) -> Outcome:
     asked = truth.trace.asked[truth.trace.asked >= 0]
     nothing = np.zeros((STEPS, HEADS))
     return Outcome(
-        truth.by_step(error), truth.by_step(mass / truth.total), nothing, nothing + share, nothing,
+        truth.by_step(error), truth.by_step(mass / truth.total), nothing, nothing + share,
         nothing + 1, nothing, nothing + np.nan, nothing + share, kept[:, asked].T, 0.0,
     )  # fmt: skip
 
@@ -76,7 +75,7 @@ def bounded(
     """Every decode step in order; ``entries`` by kv head, ``factor`` unused by sound ones."""
     shape = truth.size.shape
     out = {n: np.zeros(shape) for n in ("error", "read", "estimated", "rows", "stage", "bound")}
-    out |= {n: np.zeros(shape) for n in ("entries", "fetched", "kept")}
+    out |= {n: np.zeros(shape) for n in ("fetched", "kept")}
     asked = np.flatnonzero(truth.trace.asked >= 0)
     recalled = np.zeros((len(asked), KV_HEADS), bool)
     summary_bytes = 0.0
@@ -96,7 +95,6 @@ def bounded(
             covered = np.minimum(e.estimate[rows], true_mass) * unread
             out["estimated"][h, rows] = covered.sum(1) / total
             out["rows"][h, rows] = e.sizes[~unread].sum() / truth.length
-            out["entries"][h, rows] = len(e.sizes)
             out["stage"][h, rows] = stage
             out["fetched"][h, rows] = e.sizes[fetched].sum() / truth.length
             if truth.trace.asked[s] >= 0:
